@@ -13,10 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Llama 3.1's scaled rotary embedding: waves that the first training saw whole stay, longer ones are stretched.
+    """Llama 3.1's scaled rotary embedding: short waves stay, long ones are stretched.
 
-    A wave that fits `high_freq_factor` times and more into `original_max_position_embeddings` positions stays; one that
-    fits `low_freq_factor` times and less is `factor` times as long; between the two the frequency is interpolated.
+    A wave that fits `high_freq_factor` times and more into `original_max_position_embeddings` positions stays unchanged. A
+    wave that fits at most `low_freq_factor` times becomes `factor` times as long; between the two the frequency is
+    interpolated.
     """
 
     factor: float
@@ -25,7 +26,7 @@ class RotaryScaling:
     original_max_position_embeddings: float
 
     def scaled(self, frequencies: Any) -> Any:
-        """A tensor of frequencies, radians a position, as they are with the scaling."""
+        """Apply the scaling to a tensor of frequencies, radians a position."""
         fits = frequencies * (self.original_max_position_embeddings / (2 * math.pi))
         stays = ((fits - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return frequencies * (stays + (1 - stays) / self.factor)
@@ -51,7 +52,7 @@ class Architecture:
     experts: int  # 0: dense
     expert_ffn: int
     experts_used: int  # by a token
-    norm_topk: bool  # whether the weights of the experts used sum to 1
+    norm_topk: bool  # whether the weights of a token's experts sum to 1
 
     @property
     def qkv_bias(self) -> bool:

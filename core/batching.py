@@ -22,7 +22,7 @@ def plan_packs(
 ) -> list[Packs]:
     """packs[rank][pack] = indices of samples. `lengths`: tokens of each sample; `cost`: its work, by default its tokens.
 
-    Uses the fewest packs of at most `max_tokens` each, whatever the cost. No rank has more work than it would have if
+    Uses the fewest packs of at most `max_tokens` each, at any cost. No rank has more work than it would have if
     packs were dealt by tokens alone. A rank may get empty packs when there are fewer samples than packs. Raises
     ConfigError if a sample alone is longer than a pack.
     """
@@ -52,7 +52,7 @@ def plan_packs(
 
 
 def _fewest(lengths: Sequence[int], max_tokens: int) -> int:
-    """A number of packs below which the samples cannot fit: by tokens, by samples of a pack, and by those that stand alone."""
+    """A lower bound on the number of packs: by tokens, by samples of a pack, and by samples that fit with no other."""
     if not lengths:
         return 0
     by_count = -(-len(lengths) // (max_tokens // min(lengths)))
@@ -112,15 +112,16 @@ def karmarkar_karp(weights: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def _merged(first: Sets, second: Sets, bins: int) -> Sets:
-    """Both lists as one, heaviest first: where they overlap, the heaviest of one with the lightest of the other.
+    """Merge two lists of sets, heaviest first: the heaviest sets of one are joined with the lightest of the other.
 
-    Both are heaviest first, without empty sets. `first` may be changed.
+    Both lists are sorted heaviest first and have no empty sets. `first` may be changed.
     """
     if len(second) == 1 and len(first) < bins:
         bisect.insort_right(first, second[0], key=_lightness)
         return first
     rising = sorted(second, key=lambda each: each[0])
-    alone = bins - len(second)  # so many of the first meet an empty set
+    # so many sets of the first list are joined with an empty set
+    alone = bins - len(second)
     pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first[alone:], rising, strict=False)]
     return sorted([*first[:alone], *pairs, *rising[len(pairs) :]], key=_lightness)
 

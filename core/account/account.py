@@ -1,10 +1,10 @@
 """The account of an iteration: generated + carried = trained + masked + dropped + deferred + returned + in flight. Pure.
 
-In tokens and in samples. What one iteration defers is carried to the next: over a run the two cancel.
+It counts tokens and samples. What one iteration defers is carried to the next; over a whole run the two cancel.
 
 The left side is counted from what engines answered: rollout parts, or turns where rollouts have several. The right side is
-counted from what the verdicts and the batch say became of it, so that a sample without a verdict, a sample generated twice, or
-a batch with other tokens than were generated shows as a difference.
+counted from what the verdicts and the batch say became of it, so that a sample without a verdict, a sample generated twice,
+or a batch with other tokens than were generated shows as a difference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Where = tuple[Fate, str, int]
 class Account:
     """Counts of one iteration, or of several that were added.
 
-    generated: tokens by weight version, and samples. carried: the same that the iteration before deferred here. tokens, samples: what became of them. again: tokens and samples of earlier
+    generated: tokens by weight version, and samples. carried: tokens and samples that the previous iteration deferred to
+    this one. tokens, samples: what became of them. again: tokens and samples of earlier
     iterations that were trained once more; they are in those iterations' accounts. lengths: samples by the number of
     their policy tokens, trained ones under True.
     """
@@ -45,7 +46,7 @@ class Account:
     strays: list[str] = field(default_factory=list)  # samples that no verdict, or several rows, speak of
 
     def add(self, other: Account) -> None:
-        """Count another iteration in."""
+        """Add the counts of another iteration."""
         self.generated.update(other.generated)
         self.generated_samples += other.generated_samples
         self.carried.update(other.carried)
@@ -59,11 +60,11 @@ class Account:
         self.strays += other.strays
 
     def tokens_of(self, fate: Fate) -> int:
-        """Tokens that this became of."""
+        """Tokens that ended with this fate."""
         return sum(count for (each, _, _), count in self.tokens.items() if each == fate)
 
     def samples_of(self, fate: Fate) -> int:
-        """Samples that this became of."""
+        """Samples that ended with this fate."""
         return sum(count for (each, _), count in self.samples.items() if each == fate)
 
     def dropped_tokens(self) -> dict[str, int]:
@@ -75,7 +76,7 @@ class Account:
         return dict(sorted(found.items()))
 
     def quantiles(self, trained: bool) -> dict[str, float]:
-        """Quantiles of the lengths of samples that are trained, or that are not; empty where there are none."""
+        """Quantiles of the lengths of samples that are trained, or of the others; empty if there are none."""
         lengths = self.lengths[trained]
         if not lengths:
             return {}
@@ -84,7 +85,7 @@ class Account:
         return {f"p{share * 100:g}": float(value) for share, value in zip(QUANTILES, values, strict=True)}
 
     def problems(self) -> list[str]:
-        """Why the account does not close; empty where it does."""
+        """Why the account does not close; empty if it closes."""
         found = []
         accounted: Counter[int] = Counter()
         for (_, _, version), count in self.tokens.items():
@@ -120,7 +121,7 @@ class Account:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """The account as metrics, tokens/*. Quantiles are left out where there is nothing to take them of."""
+        """The account as metrics, tokens/*. Quantiles of no samples are left out."""
         generated = sum(self.generated.values())
         found = {"tokens/generated": float(generated)}
         for fate in ("trained", "masked", "dropped", "deferred", "returned"):

@@ -14,14 +14,14 @@ from millrace.core.account.account import UNVERSIONED, Account, Fate
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.contracts.turns import place_of_columns, rows_that_count
 
-COLUMNS = {  # that are read of each kind of table
+COLUMNS = {  # columns read from each kind of table
     "rollouts": ["sample_id", "loss_mask", "policy_versions", "status", "samples"],
     "turns": ["rollout_id", "order", "branch", "event", "kind", "output_ids", "policy_versions"],
     "verdicts": ["sample_id", "verdict", "dropped_by", "reused_from"],
     "batch": ["sample_id", "loss_mask", "trained_mask", "policy_versions", "samples", "reused_from"],
 }
 AT_ONCE = 128  # rows whose tokens are summed at once
-SUPERSEDED = "superseded"  # turns that a rollout which was run again did not take up
+SUPERSEDED = "superseded"  # turns whose rollout was run again and made other turns
 RETURNED: tuple[Fate, str] = ("returned", "")
 NOT_GENERATED: tuple[Fate, str] = ("dropped", "not_generated")  # as of failed samples of kept groups
 Outcome = tuple[Fate, str]
@@ -37,12 +37,12 @@ def account_of(
     cut: pa.Table | None = None,
     carried: pa.Table | None = None,
 ) -> Account:
-    """The account of an iteration. verdicts, batch: none while it is open; all that it generated is in flight then.
+    """The account of an iteration. verdicts, batch: None while it is open; all that it generated is then in flight.
 
-    cut: samples of the groups that it deferred, those that are whole among them. carried: the same of the iteration before.
-    Policy tokens are counted: not prompts, and not what was observed between turns. A rollout of several turns generated
-    what its turns hold, also where it failed afterwards. An answer that was stored by segments generated what its row holds, and
-    what its segments hold while it has none. Tables may have more columns than COLUMNS.
+    cut: samples of the groups that it deferred, finished ones included. carried: the same of the previous iteration.
+    Only policy tokens are counted: no prompts, no observations between turns. A rollout of several turns generated the
+    tokens of its turns, even if it failed afterwards. An answer stored by segments generated the tokens of its row, or of
+    its segments while it has no row. Tables may have more columns than COLUMNS.
     """
     columns = COLUMNS["rollouts"]
     tables = [rollouts.select(columns)]
@@ -57,7 +57,7 @@ class _Counting:
     def __init__(
         self, turns: pa.Table, verdicts: pa.Table | None, carried: Mapping[str, list[tuple[int, int]]]
     ) -> None:
-        """carried: version and tokens of the pieces that samples had before."""
+        """carried: samples that the previous iteration deferred to this one, with the pieces that they have."""
         self._account = Account()
         self._carried = carried
         self._turned = _by_rollout(turns)
@@ -86,11 +86,11 @@ class _Counting:
         return outcomes
 
     def _outcome_of(self, sample: str) -> Outcome | None:
-        """None: no verdict speaks of it."""
+        """What became of a sample; None without a verdict."""
         return ("in flight", "") if self._outcomes is None else self._outcomes.get(sample)
 
     def _samples(self, rows: pa.RecordBatch) -> set[str]:
-        """Count rows of rollout parts; returns the rollouts that failed. What is trained, the batch says."""
+        """Count rows of rollout parts; returns the rollouts that failed. The batch counts trained tokens."""
         account, pieces = self._account, _Pieces(rows)
         samples, status = rows.column("sample_id").to_pylist(), rows.column("status").to_pylist()
         outcomes: list[Outcome | None] = []
@@ -99,7 +99,7 @@ class _Counting:
             outcome = self._outcome_of(sample)
             if outcome is None or sample in self._seen:
                 account.strays.append(sample)
-                outcome = None  # whatever it has counts once
+                outcome = None  # count a second row of a sample as a row without a verdict
             self._seen.add(sample)
             if not turned[at]:
                 self._whole.add(sample)
@@ -108,7 +108,8 @@ class _Counting:
             trained = outcome is not None and outcome[0] == "trained"
             if outcome is not None and not trained:
                 account.samples[outcome] += 1
-            if outcome is None or outcome[0] != "deferred":  # it is trained or not where it ends
+            # whether a deferred sample is trained is counted by the iteration that ends it
+            if outcome is None or outcome[0] != "deferred":
                 account.lengths[trained][pieces.policy[at] if turned[at] else pieces.length[at]] += 1
         for row, version, count, policy in pieces:
             outcome = outcomes[row]
@@ -118,20 +119,21 @@ class _Counting:
                     account.tokens[(*outcome, version)] += count
             elif outcome is not None and self._outcomes is not None:
                 fate, cause = outcome
-                # of a trained sample all is masked until the batch says what is not
+                # all tokens of a trained sample count as masked until the batch says which are trained
                 account.tokens["masked" if fate == "trained" else fate, cause, version] += policy
         failed = zip(samples, status, strict=True)
         return {rollout_of(sample) for sample, each in failed if each == "failed"}
 
     def _take_from_generated(self, sample: str, turned: bool, status: str, outcome: Outcome | None) -> None:
-        """Count a sample as generated, or as carried here; of what its row has of before, nothing is generated."""
+        """Count a sample as generated, or as carried here without the tokens that it had before."""
         account = self._account
         if sample not in self._carried:
             account.generated_samples += 1
             return
         account.carried_samples += 1
         for version, count in self._carried[sample]:
-            if status == "failed":  # its row has no tokens, and so nothing of them goes on with its group
+            # the row of a failed sample has no tokens that could go on with its group
+            if status == "failed":
                 if outcome is not None:
                     fate = NOT_GENERATED if outcome[0] == "deferred" else outcome
                     account.tokens[(*fate, version)] += count
@@ -139,7 +141,7 @@ class _Counting:
                 account.generated[version] -= count
 
     def _carry(self) -> None:
-        """Count what was carried here. Of what no row speaks of all is in flight while the iteration is open."""
+        """Count what was carried here. Samples without a row are in flight while the iteration is open."""
         for sample, pieces in self._carried.items():
             for version, count in pieces:
                 self._account.carried[version] += count
@@ -154,7 +156,7 @@ class _Counting:
                     self._account.tokens[(*outcome, version)] += count
 
     def _turns(self, failed: set[str]) -> None:
-        """Count turns as generated, and those that are in no sample by what became of them."""
+        """Count turns as generated. A turn that is in no sample is also counted by what became of it."""
         account = self._account
         known = {rollout_of(sample) for sample in self._seen} | self._carried.keys()
         for rollout, rows in self._turned.items():
@@ -170,7 +172,8 @@ class _Counting:
             elif rollout in failed:
                 outcome = self._outcome_of(rollout)
             elif self._outcome_of(rollout) == RETURNED and any(row["kind"] == "answer" for row in rows):
-                outcome = RETURNED  # an answer that was ended with its group
+                # the answer was ended with its group
+                outcome = RETURNED
                 account.generated_samples += 1
                 account.samples[outcome] += 1
             for row in rows:
@@ -199,11 +202,12 @@ class _Counting:
 
 
 class _Pieces:
-    """The responses of rows, each cut where the weight version changes: (row, version, tokens, those whose mask is 1)."""
+    """The responses of rows, each cut at changes of the weight version: (row, version, tokens, tokens whose mask is 1)."""
 
     def __init__(self, rows: pa.RecordBatch) -> None:
         masks = rows.column("loss_mask")
-        if "trained_mask" in rows.schema.names:  # of a batch, which has it where a rollout left tokens out
+        # a batch has this column if a rollout left tokens out
+        if "trained_mask" in rows.schema.names:
             masks = pc.coalesce(rows.column("trained_mask"), masks)
         lengths = masks.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
         ends = np.cumsum(lengths)
@@ -223,7 +227,7 @@ class _Pieces:
 
 
 def _in_no_part(cut: pa.Table, rollouts: pa.Table, before: Mapping[str, Any]) -> pa.ChunkedArray:
-    """Which rows of a cut no rollout part has: of answers under way, and whole ones of before that a kill kept out of the parts."""
+    """Rows of a cut that no rollout part has: unfinished answers, and finished ones that a kill kept out of the parts."""
     names = cut.column("sample_id")
     carried = pc.is_in(names, pa.array(before, pa.string()))
     stored = pc.is_in(names, rollouts.column("sample_id").combine_chunks())
@@ -231,7 +235,7 @@ def _in_no_part(cut: pa.Table, rollouts: pa.Table, before: Mapping[str, Any]) ->
 
 
 def _by_sample(carried: pa.Table | None) -> dict[str, list[tuple[int, int]]]:
-    """Version and tokens of each piece of samples that were begun before; policy tokens alone of those that have turns."""
+    """Version and tokens of each piece of carried samples, by sample. For samples with turns only policy tokens count."""
     found: dict[str, list[tuple[int, int]]] = {}
     for rows in carried.select(COLUMNS["rollouts"]).to_batches() if carried is not None else ():
         samples, turned = rows.column("sample_id").to_pylist(), _of_several_turns(rows)
@@ -242,7 +246,7 @@ def _by_sample(carried: pa.Table | None) -> dict[str, list[tuple[int, int]]]:
 
 
 def _by_rollout(turns: pa.Table) -> dict[str, list[dict[str, Any]]]:
-    """Rows of turns by rollout, with the length of what was generated in place of it."""
+    """Rows of turns by rollout, with the length of the generated tokens instead of the tokens."""
     found: dict[str, list[dict[str, Any]]] = {}
     for rows in turns.to_batches():
         lengths = rows.column("output_ids").value_lengths()
@@ -252,7 +256,7 @@ def _by_rollout(turns: pa.Table) -> dict[str, list[dict[str, Any]]]:
 
 
 def _of_several_turns(rows: pa.RecordBatch) -> list[bool]:
-    """Whether each sample is of a rollout that has turns."""
+    """For each sample: whether its rollout has turns."""
     return [samples is not None for samples in rows.column("samples").to_pylist()]
 
 
@@ -274,5 +278,5 @@ def _outcome(verdict: str, dropped_by: str | None) -> Outcome:
         return "trained", ""
     if verdict in ("returned", "deferred"):
         return ("deferred" if verdict == "deferred" else "returned"), ""
-    assert verdict == "dropped", f"the account knows no verdict {verdict}"
+    assert verdict == "dropped", f"the account does not know the verdict {verdict}"
     return "dropped", dropped_by or ""

@@ -21,7 +21,7 @@ Figures = dict[str, tuple[Tensor, Tensor]]
 
 
 def age_metrics(ages: Tensor, mask: Tensor) -> Figures:
-    """Mean age, and the share of tokens of age 0: those whose log-probabilities engine and trainer must agree on.
+    """Mean age, and the share of tokens of age 0, on which engine and trainer must agree.
 
     ages, mask [N]; ages as of millrace.core.staleness.token_ages.
     """
@@ -36,9 +36,10 @@ def age_metrics(ages: Tensor, mask: Tensor) -> Figures:
 def ratio_metrics(proximal: Tensor, behaviour: Tensor, mask: Tensor, ages: Tensor, oldest: int) -> Figures:
     """Both ratios, and by age the share of tokens and their mean difference; nothing of ages above `oldest`.
 
-    proximal, behaviour [N]: log-probabilities of the trainer before the iteration, and of the engine when it made the token.
-    mismatch_ratio, mismatch_kl: mean proximal / behaviour and KL (k3) of behaviour from proximal, over age 0. staleness_ratio,
-    behaviour_kl: the same above. share_age_k, logprob_gap_age_k: share of tokens, and mean |proximal - behaviour|; the last k,
+    proximal, behaviour [N]: log-probabilities of the trainer before the iteration, and of the engine when it made the
+    token. mismatch_ratio, mismatch_kl: mean proximal / behaviour and KL (k3) of behaviour from proximal, over tokens of age
+    0. staleness_ratio, behaviour_kl: the same over older tokens. share_age_k, logprob_gap_age_k: share of tokens, and mean
+       |proximal - behaviour|; the last k,
     LAST_AGE, stands for all from it on. A mean over no token is 0 / 0; `measured` takes it out.
     """
     on = mask.bool()

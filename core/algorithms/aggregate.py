@@ -81,9 +81,9 @@ def undivided_weights(
     max_length: int | None = None,
     rollouts: Tensor | None = None,
 ) -> Tensor:
-    """The same weights before they are divided by what the whole batch alone knows: `sample_weights` times `denominator` [B].
+    """`sample_weights` times `denominator` [B]: the weights without the division that needs the whole batch.
 
-    Of some of a batch's samples, if they hold whole rollouts. Arguments and errors as of `sample_weights`.
+    Can be called with a part of the batch, if the part holds whole rollouts. Arguments and errors as of `sample_weights`.
     """
     sums = upcast(mask_sums)
     if config.aggregation == "token_mean":

@@ -29,11 +29,12 @@ class ScoredSamples:
     """B samples as credit sees them: plain lists, which travel to the worker process."""
 
     rewards: Sequence[float]  # NaN: not scored
-    group_ids: Sequence[int]  # which samples are compared: those of one prompt, of branches those of one name
+    # samples of one group are compared: the samples of one prompt, or its branches of one name
+    group_ids: Sequence[int]
     lengths: Sequence[int]  # of responses, in tokens
     truncated: Sequence[bool]
     units: Sequence[int] | None = (
-        None  # samples that count once together: branches of a rollout; None: each for itself
+        None  # samples that count once together, as the branches of a rollout do; None: each counts for itself
     )
 
 
@@ -45,7 +46,7 @@ class SampleCredit(NamedTuple):
 
 
 class TokenCredit(NamedTuple):
-    """Advantage of each token [N], and its return [N] where a critic is fitted to it."""
+    """Advantage of each token [N], and its return [N] if a critic is fitted to it."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -118,9 +119,9 @@ def token_credit(
 ) -> TokenCredit:
     """Advantages of a rank's tokens under the configuration; no gradient.
 
-    Called with all samples of the rank, not pack by pack: of a step, or of the whole iteration where `config.whiten` puts
-    them on one scale.
-    rewards [B]: shaped. sample_advantages [B]: of `sample_credit`, None where it gave none.
+    Called with all samples of the rank, not pack by pack: the samples of a step, or of the iteration if `config.whiten`
+    puts them on one scale.
+    rewards [B]: shaped. sample_advantages [B]: from `sample_credit`, None if it gave none.
     logprobs [N]: of the old policy. kl_coef: the controller's; the configured one when not given.
     group: data-parallel process group for whitening; every rank of it must call.
     Whitening comes before the teacher's term, so that this keeps the scale of its coefficient.
@@ -178,7 +179,7 @@ def _shaped(samples: ScoredSamples, config: Algorithm, budget: int) -> Tensor:
 
 
 def _call_user(function: UserFunction, field: str, *inputs: Tensor) -> Tensor:
-    """What the user's function makes of the inputs [B]: one number per sample, finite where the reward is one."""
+    """The user function's result [B]: one number per sample, finite if the sample's reward is finite."""
     import torch
 
     wanted = tuple(inputs[0].shape)

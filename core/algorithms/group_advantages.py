@@ -16,7 +16,7 @@ from millrace.core.errors import DataError
 
 
 class _Groups:
-    """Rewards [B] by group: which are scored, and each group's count and mean, shown on its samples [B]."""
+    """Rewards [B] by group: which are scored, and the count and mean of each sample's group [B]."""
 
     def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
         if rewards.shape != group_ids.shape or rewards.dim() != 1:
@@ -37,7 +37,7 @@ class _Groups:
         return x.new_zeros(self.groups).index_add(0, self.number, x)[self.number]
 
     def _varied(self) -> Tensor:
-        """Whether the group's scored rewards differ at all: equal ones must give exact zeros, whatever the rounding."""
+        """Whether the group's scored rewards differ at all: equal rewards must give exact zeros despite rounding."""
         largest = torch.full((self.groups,), torch.inf, dtype=torch.float64, device=self.rewards.device)
         number, values = self.number[self.scored], self.rewards[self.scored]
         low = largest.scatter_reduce(0, number, values, "amin")
@@ -92,7 +92,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, config: Algorithm) -> Tensor | None:
-    """Advantage of each sample [B] by the configured estimator, or None where it needs tokens (gae, reinforce_plus_plus).
+    """Advantage of each sample [B] by the configured estimator, or None if it needs tokens (gae, reinforce_plus_plus).
 
     rewards [B] (NaN: not scored), group_ids [B]. For reinforce_plus_plus_baseline this is the centred reward, which
     `credit.token_credit` completes.

@@ -3,8 +3,8 @@
 Owns the weights w = pi_old / pi_rollout, their bounds, rejection and metrics; knows nothing of the loss they multiply.
 Where pi_old is the trainer before the iteration (the proximal policy), w times a loss that is clipped around pi_old is
 decoupled PPO, see millrace.core.algorithms.objective.
-Nothing here carries a gradient. Weights mean what they say only if rollout log-probabilities are those of the
-distribution that was sampled: millrace.core.config.rules.algorithm.truncated_sampling refuses configurations where they are not.
+Nothing here carries a gradient. The weights are right only if the rollout log-probabilities belong to the
+distribution that was sampled; millrace.core.config.rules.algorithm.truncated_sampling refuses other configurations.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def metrics(
 def applied_metrics(factor: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """First and second moment of what multiplies the token loss [N], over all unmasked tokens n, those left out too.
 
-    From them millrace.core.algorithms.objective.derived makes ess = (sum f)^2 / (n sum f^2), Kish's effective sample size as a
-    share: 1 where all tokens weigh the same, 1/n where one has all the weight, 0 where every token is left out.
+    From them millrace.core.algorithms.objective.derived makes ess = (sum f)^2 / (n sum f^2), Kish's effective sample size
+    as a share: 1 if all tokens weigh the same, 1/n if one token has all the weight, 0 if every token is left out.
     """
     on = mask.bool()
     count = on.sum().float()

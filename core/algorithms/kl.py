@@ -1,6 +1,7 @@
 """Estimators of the KL divergence between the policy and a reference, token by token.
 
-Owns the formulas; knows nothing of where the KL goes. With d = log pi(token) - log ref(token), tokens drawn from pi:
+Owns the formulas; does not know whether the KL goes to the loss or the reward. With d = log pi(token) - log ref(token),
+tokens drawn from pi:
 
     k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d;  low_var = k3 clamped to [-10, 10];  abs = |d|
 
@@ -29,7 +30,7 @@ def kl_estimate(
     mask: Tensor | None = None,
     old_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """KL of each token [N], nats; masked tokens are exactly 0 in value and gradient even where an input is NaN.
+    """KL of each token [N], nats; masked tokens are exactly 0 in value and gradient even if an input is NaN.
 
     logprobs carries the gradient; ref_logprobs does not.
     old_logprobs: log-probs of the policy that drew the tokens. When given, the estimate is multiplied by

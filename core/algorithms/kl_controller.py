@@ -23,14 +23,14 @@ def adaptive_kl(value: float, *, target: float, horizon: int, current: float, n:
 
 
 class KLController:
-    """The current KL coefficient, `value`: it moves only where algorithm.kl_target is set."""
+    """The current KL coefficient, `value`: it changes only if algorithm.kl_target is set."""
 
     def __init__(self, config: Algorithm) -> None:
         self._target, self._horizon = config.kl_target, config.kl_horizon
         self.value = self._configured = config.kl_coef
 
     def update(self, current: float, samples: int) -> float:
-        """Account for a step over `samples` samples whose mean KL was `current` (nats a token); returns the new coefficient."""
+        """Update after a step over `samples` samples whose mean KL was `current` (nats a token); returns the coefficient."""
         if self._target is not None:
             self.value = adaptive_kl(
                 self.value, target=self._target, horizon=self._horizon, current=current, n=samples
@@ -42,7 +42,7 @@ class KLController:
         return {"kl_coef": self.value, "configured": self._configured}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's `state`, unless it began with another configured coefficient than this one.
+        """Continue from a checkpoint's `state`, unless the configured coefficient was changed since.
 
         A state without a coefficient leaves the configured one.
         """

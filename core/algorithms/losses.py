@@ -15,7 +15,8 @@ from torch import Tensor
 from millrace.core.algorithms.packed import clean, sample_mean, spread, upcast
 
 LOG_RATIO_BOUND = 20.0
-LEAST_REST = 1e-6  # probability of all tokens beside the k: below, fp32 has no digits of it
+# below this probability of all tokens beside the k, fp32 has no digits left
+LEAST_REST = 1e-6
 
 
 class PolicyLoss(NamedTuple):
@@ -23,8 +24,8 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor  # per token, to be minimised
     ratio: Tensor  # the ratio used, detached
-    clipped_low: Tensor  # bool: the lower bound took the gradient away (or, for cispo, bounded the weight)
-    clipped_high: Tensor  # bool: the same of the upper bound, the dual clip included
+    clipped_low: Tensor  # bool: the lower bound removed the gradient (for cispo: bounded the weight)
+    clipped_high: Tensor  # bool: the same for the upper bound, dual clip included
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A); where A < 0 at most -dual_clip A.
+    """max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A); at most -dual_clip A if A < 0.
 
     PPO (arXiv:1707.06347), eq. 7; unequal bounds from DAPO (arXiv:2503.14476), eq. 10; dual clip from
     arXiv:1912.09729, eq. 5. Errors: ValueError if dual_clip is not above 1.
@@ -105,7 +106,7 @@ def sapo_loss(
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
 ) -> PolicyLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A: a soft gate in place of the clip.
+    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A: a soft gate instead of the clip.
 
     SAPO (arXiv:2511.20347). Its slope at r = 1 is that of r A and falls off smoothly on both sides. Nothing is clipped.
     """
@@ -152,7 +153,7 @@ def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     """KL(pi || teacher) [N] over k tokens and all the rest as one outcome, in nats; the gradient flows through `logprobs`.
 
     Both [N, k], of the k tokens that the teacher finds likeliest. As one outcome stands for the rest, this is at most the
-    KL over the whole vocabulary, and equal to it where the rest has the same shape under both.
+    KL over the whole vocabulary, and equal to it if the rest has the same shape under both.
     The divergence of GKD (arXiv:2306.13649) that is descended by its gradient, where `distillation_term` samples it.
     """
     ours, theirs = upcast(logprobs), upcast(teacher_logprobs).detach()

@@ -3,12 +3,13 @@
 Owns the composition and its metrics; knows nothing of the model, of packs to come or of ranks. Loss and metrics are sums
 over the pack, so that sums over packs and data-parallel ranks are exact for the global batch.
 
-Tokens of older policies are trained by decoupled PPO (AReaL, arXiv:2505.24298, section 5.2; Hilton et al., arXiv:2110.00641),
-with a clip around the policy before the iteration and a weight from the one that made the token to it:
+Tokens of older policies are trained by decoupled PPO (AReaL, arXiv:2505.24298, section 5.2; Hilton et al.,
+arXiv:2110.00641), with a clip around the policy before the iteration and a weight that leads to it from the policy that
+made the token:
 
     loss_t = c(pi_prox / pi_behave) max(-u_t A_t, -clip(u_t, 1 - low, 1 + high) A_t),   u_t = pi / pi_prox
 
-pi_prox: `old_logprobs`, pi_behave: `rollout_logprobs`, of whichever version made the token. c is the configured correction,
+pi_prox: `old_logprobs`, pi_behave: `rollout_logprobs`, of the version that made the token. c is the configured correction,
 the identity in the paper; it carries no gradient.
 """
 
@@ -60,7 +61,8 @@ class Objective:
         self.config = config
         self.kl_coef = config.kl_coef
         if config.loss.kind == "function":
-            load_function(config.loss, "algorithm.loss")  # a wrong path is found here, not at the first pack
+            # a wrong path is an error here, not at the first pack
+            load_function(config.loss, "algorithm.loss")
 
     @property
     def supervised(self) -> bool:
@@ -89,7 +91,7 @@ class Objective:
 
     @property
     def needs_recompute(self) -> bool:
-        """Whether those need a forward pass even when an iteration makes one step (old_logprobs=recompute)."""
+        """Whether old log-probabilities need a forward pass even with one step an iteration (old_logprobs=recompute)."""
         return self.needs_old and self.config.old_logprobs == "recompute"
 
     @property
@@ -104,11 +106,11 @@ class Objective:
         return sample_weights(counts, self.config, max_length=longest, rollouts=rollouts)
 
     def undivided_weights(self, counts: Tensor, longest: int, rollouts: Tensor) -> Tensor:
-        """The same [B] of some samples of the global batch, not yet divided by its `denominator`."""
+        """Weights [B] of some samples of the global batch, not yet divided by its `denominator`."""
         return undivided_weights(counts, self.config, max_length=longest, rollouts=rollouts)
 
     def denominator(self, counts: Tensor, rollouts: Tensor) -> float:
-        """What the loss of the global batch is divided by, where its passes were made with undivided weights."""
+        """The divisor of the loss of the global batch, if its passes used undivided weights."""
         return denominator(counts, self.config, rollouts)
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -144,7 +146,7 @@ class Objective:
         return reduce(per_token, batch.mask, batch.weights)
 
     def _without_too_old(self, batch: TokenBatch, metrics: Metrics) -> TokenBatch:
-        """The batch with weight 0 on tokens above correction.max_token_age: no term of the loss has them."""
+        """The batch with weight 0 on tokens above correction.max_token_age: they enter no term of the loss."""
         oldest = self.config.correction.max_token_age
         if oldest is None:
             return batch
@@ -204,7 +206,7 @@ class Objective:
         return factor
 
     def _regularisation(self, batch: TokenBatch, metrics: Metrics) -> Tensor:
-        """Terms of KL, entropy and a teacher (scalar), aggregated as the policy loss is; token means of KLs go to the metrics."""
+        """Terms of KL, entropy and a teacher (scalar), aggregated like the policy loss; metrics get the KLs' token means."""
         total = batch.logprobs.new_zeros(())
         if self.needs_ref and batch.ref_logprobs is None:
             raise TrainerError(
@@ -238,7 +240,7 @@ def _teacher_kl(batch: TokenBatch, metrics: Metrics) -> Tensor:
 
 
 def _cleaned(batch: TokenBatch) -> TokenBatch:
-    """The batch in fp32 or better, with a bool mask and exact zeros under it, whatever stood there."""
+    """The batch in fp32 or better, with a bool mask and exact zeros on masked tokens."""
     mask = batch.mask.bool()
     cleaned: dict[str, Tensor] = {}
     for item in fields(batch):
@@ -268,9 +270,9 @@ def _policy_metrics(batch: TokenBatch, policy: losses.PolicyLoss) -> Metrics:
 def derived(means: Mapping[str, float]) -> dict[str, float]:
     """The means of a step (weighted sums over weights, by name) and what follows from several of them:
 
-    importance_std = sqrt(mean squared distance from c - (mean - c)^2), where c is 0 or 1, whichever the mean is nearer to: the
-    difference loses least there; importance_ess = mean^2 / second moment (effective sample size as a share);
-    ess, the same of the weights that multiply the loss.
+    importance_std = sqrt(mean squared distance from c - (mean - c)^2), with c = 0 or 1, the nearer one to the mean: there
+    the difference loses the fewest digits; importance_ess = mean^2 / second moment (effective sample size as a share); ess,
+    the same of the weights that multiply the loss.
     """
     found = dict(means)
     applied, applied_second = means.get("correction_mean"), found.pop("correction_second", None)
@@ -288,8 +290,8 @@ def derived(means: Mapping[str, float]) -> dict[str, float]:
 def check_on_policy(metrics: Mapping[str, float], *, kl_limit: float = 1e-9) -> None:
     """Check the first step on a batch that the same weights generated: ratio exactly 1, KL below `kl_limit` nats.
 
-    metrics: means by name as this module names them; `ratio_distance` (mean |ratio - 1|) and `approx_kl` are looked at,
-    and `first_kl`, under which a caller who knows that the reference still equals the policy passes `kl`.
+    metrics: means by name as this module names them; `ratio_distance` (mean |ratio - 1|) and `approx_kl` are checked. A
+    caller who knows that the reference still equals the policy passes `kl` as `first_kl`, which is then checked too.
     Errors: TrainerError naming what is off, or that a figure is missing.
     """
     if "ratio_distance" not in metrics or "approx_kl" not in metrics:
@@ -300,7 +302,7 @@ def check_on_policy(metrics: Mapping[str, float], *, kl_limit: float = 1e-9) -> 
     if distance != 0.0:
         raise TrainerError(
             f"on the first step of an on-policy batch the ratio must be exactly 1; its mean distance from 1 is {distance:.3g}. "
-            "The old log-probabilities are not those of the weights being trained"
+            "The old log-probabilities do not come from the weights being trained"
         )
     for name in ("approx_kl", "first_kl"):
         value = metrics.get(name, 0.0)

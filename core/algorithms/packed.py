@@ -16,7 +16,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def clean(x: Tensor, mask: Tensor) -> Tensor:
-    """x [N] or [N, k] with exact zeros, in value and in gradient, where the mask [N] is 0, even over NaN and infinity."""
+    """x [N] or [N, k] with exact zeros, in value and gradient, where mask is 0 [N], even over NaN and infinity."""
     keep = mask.bool() if x.dim() == 1 else mask.bool()[:, None]
     return torch.where(keep, x, torch.zeros_like(x))
 

@@ -1,6 +1,6 @@
 """Reward shaping: what is added to a sample's reward before advantages are computed.
 
-Owns the built-in penalties; knows nothing of groups or of who calls.
+Owns the built-in penalties; knows nothing of groups.
 """
 
 from __future__ import annotations

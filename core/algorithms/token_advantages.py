@@ -23,7 +23,7 @@ def broadcast(per_sample: Tensor, lengths: Tensor) -> Tensor:
 def token_rewards(
     rewards: Tensor, kl: Tensor | None, mask: Tensor, lengths: Tensor, *, kl_coef: float
 ) -> Tensor:
-    """Reward of each token [N]: -kl_coef * kl where the mask is 1, and the sample's reward on its last unmasked token.
+    """Reward of each token [N]: -kl_coef * kl on unmasked tokens, plus the sample's reward on its last unmasked token.
 
     rewards [B] (NaN counts 0), kl [N] or None. A sample masked throughout keeps no reward.
     """
@@ -58,7 +58,8 @@ def discounted_sums(x: Tensor, mask: Tensor, lengths: Tensor, factor: float) -> 
     longest = int(counts.max()) if counts.numel() else 0
     if longest == 0:
         return torch.zeros_like(x)
-    column = _tail_count(on, lengths)[on] - 1  # 0 is the last token, so that time runs against the columns
+    # column 0 is the last token: time runs against the columns
+    column = _tail_count(on, lengths)[on] - 1
     row = number[on]
     table = x.new_zeros(lengths.numel(), longest)
     table[row, column] = x[on]
@@ -126,9 +127,9 @@ def gae(
 def whiten(x: Tensor, mask: Tensor, group: Any = None, *, epsilon: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon) over unmasked entries; masked ones 0. Same shape as x.
 
-    x [N] holds the whole iteration's batch, as in REINFORCE++ (arXiv:2501.03262), section 3: a scale of each step's own would
-    take away the differences between steps. The variance is Bessel-corrected. `group`: a torch.distributed process group whose ranks hold parts of one batch
-    (each entry on one rank only); every rank must call. A single valid entry becomes 0.
+    x [N] holds the whole iteration's batch, as in REINFORCE++ (arXiv:2501.03262), section 3: a scale for each step would
+    remove the differences between steps. The variance is Bessel-corrected. `group`: a torch.distributed process group whose
+    ranks hold parts of one batch (each entry on one rank only); every rank must call. A single valid entry becomes 0.
     """
     on = mask.bool()
     values = clean(upcast(x), on).double()

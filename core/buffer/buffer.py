@@ -1,7 +1,7 @@
 """The buffer: trained groups that may be trained once more. Pure.
 
-A fold over the histories of committed iterations, like the ledger, and nothing of its own is stored: a restarted process
-holds the same groups. A reused group is not drawn again: the ledger, which knows drawn groups alone, is none the wiser.
+It is computed from the histories of committed iterations, like the ledger, and stores nothing: a restarted process holds
+the same groups. A reused group is not drawn again, so the ledger, which counts drawn groups, does not see the reuse.
 
 Invariants
 - Only a group that an earlier, committed iteration generated and trained is held.
@@ -24,17 +24,17 @@ Place = tuple[int, int]  # iteration that generated a group, and the group's ord
 
 @dataclass(frozen=True)
 class _Held:
-    """A group with the weight version that generated it; its age follows from it."""
+    """A group with the weight version that generated it, from which its age follows."""
 
     group: BufferedGroup
     version: int
 
 
 class Buffer:
-    """The groups held after the iterations that were applied."""
+    """The groups held after the applied iterations."""
 
     def __init__(self, max_age: int, max_uses: int, versions: int) -> None:
-        """max_age: weight versions. max_uses: iterations that train a group, the first one included. versions: that an iteration makes."""
+        """max_age: weight versions. max_uses: iterations that train a group, the first included. versions: per iteration."""
         self.max_age, self.max_uses, self._versions = max_age, max_uses, versions
         self.version = 0  # of the weights that the next iteration trains
         self._held: dict[Place, _Held] = {}
@@ -55,7 +55,8 @@ class Buffer:
             if held is not None:
                 self._held[place] = replace(held, group=replace(held.group, uses=held.group.uses + 1))
         made_by = history.iteration * self._versions
-        # not the last step that the history names: later passes, and steps of reused groups alone, make versions too
+        # the history's last step does not give the version: later passes, and steps of reused groups alone, make versions
+        # too
         self.version = made_by + self._versions
         for group in history.groups():
             if group.verdict == "kept":
@@ -79,7 +80,7 @@ class Buffer:
         ]
 
     def problems(self, history: IterationHistory) -> list[str]:
-        """Which of the next iteration's reused groups it could not have reused. Ask before it is applied."""
+        """Reused groups of `history`, the next iteration, that the buffer does not hold. Call it before `apply`."""
         places = history.reused_places()
         found = [
             f"it reuses group {ordinal} of iteration {iteration_number(iteration)}, which was not held: not trained there, "
@@ -96,5 +97,5 @@ class Buffer:
 
 
 def reach(iteration: int, max_age: int) -> int:
-    """The first iteration whose groups `iteration` may reuse: each iteration makes a weight version at least."""
+    """The first iteration whose groups `iteration` may reuse; each iteration makes at least one weight version."""
     return max(0, iteration - max_age)

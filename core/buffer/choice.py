@@ -25,7 +25,7 @@ def chosen(groups: Sequence[BufferedGroup], count: int, settings: Settings) -> l
 
 
 def in_order(groups: Sequence[BufferedGroup], settings: Settings) -> list[BufferedGroup]:
-    """All groups in the order of `choose`; equals by age, then in drawing order."""
+    """All groups in the order of `choose`; ties by age, then in drawing order."""
     oldest_first = sorted(groups, key=lambda group: (group.iteration, group.ordinal))
     if settings.choose == "prioritised":
         return sorted(oldest_first, key=lambda group: -(group.reward_std or 0.0))
@@ -35,7 +35,7 @@ def in_order(groups: Sequence[BufferedGroup], settings: Settings) -> list[Buffer
 
 
 def _in_turn(groups: Sequence[BufferedGroup], strata: Sequence[str]) -> list[BufferedGroup]:
-    """One group of each stratum, then another of each, and so on: any beginning has as many of each as there are."""
+    """One group of each stratum, then another of each, and so on: any first part is spread evenly over the strata."""
     members: dict[str, list[BufferedGroup]] = {}
     for group, stratum in zip(groups, strata, strict=True):
         members.setdefault(stratum, []).append(group)

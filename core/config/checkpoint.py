@@ -18,9 +18,7 @@ class Checkpoint(Section):
     )
     background: Annotated[bool | None, ANY_START] = Field(
         None,
-        description="Go on while a checkpoint is written: the trainer copies its state to memory of its host, a process a rank "
-        "writes it, and it counts from the iteration on that finds it written. At most one is written at a time. "
-        "When not given: on GPUs.",
+        description="Continue while a checkpoint is written: the trainer copies its state to host memory and one process a rank writes it. The checkpoint counts from the first iteration that finds it whole. At most one is written at a time. When not given: true on GPUs.",
     )
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_every: int | None = Field(
@@ -28,7 +26,7 @@ class Checkpoint(Section):
     )
     keep_best: str | None = Field(
         None,
-        description="Also keep the checkpoint with the highest value of this metric of an evaluation, as in eval/held_out/reward_mean; of a supervised run's eval/held_out/loss the lowest.",
+        description="Also keep the checkpoint with the highest value of this metric of an evaluation, as in eval/held_out/reward_mean. For a supervised run's eval/held_out/loss: the lowest.",
     )
     export_every: int | None = Field(
         None, ge=1, description="Iterations between Hugging Face exports; only the last when not given."

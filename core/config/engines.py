@@ -14,12 +14,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Router(Section):
-    """An sglang-router process through which requests reach the engines, in place of millrace's dispatcher."""
+    """An sglang-router process through which requests reach the engines, instead of millrace's dispatcher."""
 
     policy: Literal["random", "round_robin", "cache_aware", "power_of_two", "manual"] = Field(
         "cache_aware",
-        description="Which engine gets a request. cache_aware: the one that has seen its beginning, until loads differ "
-        "much; manual: the one that has the other samples of the group.",
+        description="Which engine gets a request. cache_aware: the engine that has cached the start of its prompt, until loads differ much; manual: the engine with the other samples of the group.",
     )
     options: dict[str, Any] = Field(
         {}, description="Fields of sglang-router's RouterArgs by their own names."
@@ -54,7 +53,7 @@ class _Disaggregated(Section):
     prefill: int = Field(
         0,
         ge=0,
-        description="How many of the engines only prefill, the first ones; the others then only decode (sglang). SGLang "
+        description="How many engines only prefill: the first ones. The others then only decode (sglang). SGLang "
         "moves the KV cache between them.",
     )
 
@@ -66,11 +65,11 @@ class _SglangOptions(Section):
 class _EmbeddedOptions(Section):
     threads: int | None = Field(None, ge=1, description="CPU threads of an embedded engine.")
     max_running: int = Field(64, ge=1, description="Requests that an embedded engine runs at once.")
-    max_total_tokens: int = Field(65536, ge=1, description="Room of an embedded engine's KV cache. Tokens.")
+    max_total_tokens: int = Field(65536, ge=1, description="Size of an embedded engine's KV cache. Tokens.")
 
 
 class AutoEngines(_EmbeddedOptions, _SglangOptions, _Disaggregated, _OnGpus, _Started):
-    """SGLang where there is a GPU, else embedded engines."""
+    """SGLang if there is a GPU, else embedded engines."""
 
     kind: Literal["auto"] = "auto"
 
@@ -118,7 +117,7 @@ class SglangEngines(_SglangOptions, _Disaggregated, _OnGpus, _Started):
 
 
 class ExternalEngines(_Disaggregated, _OnGpus, _Served):
-    """Servers that run already and are not started, stopped or configured by millrace."""
+    """Running servers that millrace does not start, stop or configure."""
 
     kind: Literal["external"] = "external"
     addresses: list[str] = Field(
@@ -129,7 +128,7 @@ class ExternalEngines(_Disaggregated, _OnGpus, _Served):
     key: str | None = Field(
         None,
         pattern=WHOLE,
-        description="What they ask for as a Bearer token (SGLang's api_key), as a reference: ${env:NAME} or ${prefect:BLOCK}.",
+        description="Their Bearer token (SGLang's api_key), as a reference: ${env:NAME} or ${prefect:BLOCK}.",
     )
 
     @property
@@ -154,7 +153,7 @@ Engines = Annotated[
     Menu(
         """The servers that generate.
 
-        - `auto` — sglang where there is a GPU, else embedded.
+        - `auto` — sglang if there is a GPU, else embedded.
         - `embedded` — millrace's own engine, for the CPU.
         - `sglang` — SGLang servers. Needs GPUs.
         - `external` — servers that run already. Needs `addresses`.

@@ -37,16 +37,16 @@ class EvalSet(Section):
         "answer", description="Supervised training: what has a loss, as `data.sources[].loss_on` says it."
     )
     reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
-        None, description="Reward of this set's samples; null: that of the section `reward`."
+        None, description="Reward of this set's samples; null: the section `reward`."
     )
     samples_per_prompt: int = Field(
-        1, ge=1, description="Samples per prompt. Of two or more there are pass@k and the majority's share."
+        1, ge=1, description="Samples per prompt. Two or more give pass@k and the majority's share."
     )
     correct_from: float = Field(
         1.0, description="Reward from which an answer counts as correct, in pass@k and the majority."
     )
     subset_key: str | None = Field(
-        None, description="Key of `metadata` that names a row's subset: figures are by subset too."
+        None, description="Key of `metadata` that names a row's subset: metrics are given by subset too."
     )
     sampling: Sampling = Field(
         Sampling(temperature=0),
@@ -55,7 +55,7 @@ class EvalSet(Section):
 
 
 class Evaluation(Section):
-    """Held-out accuracy during the run; of supervised training the held-out loss."""
+    """Held-out accuracy during the run; held-out loss in supervised training."""
 
     sets: list[EvalSet] = Field(
         [],
@@ -67,5 +67,5 @@ class Evaluation(Section):
     background: bool | None = Field(
         None,
         description="Evaluate weights while the next iteration generates and trains, until engines get the weights after them. "
-        "False: nothing else begins meanwhile. null: with pipeline.ahead > 0. The last iteration's evaluation is always waited for.",
+        "False: nothing else starts meanwhile. null: with pipeline.ahead > 0. The last iteration's evaluation is always waited for.",
     )

@@ -45,15 +45,14 @@ class Filter(Section):
     refill_factor: float = Field(
         2.0,
         ge=0,
-        description="Extra prompts an iteration may draw in place of dropped ones, in multiples of rollout.prompts.",
+        description="Extra prompts an iteration may draw to replace dropped ones, in multiples of rollout.prompts.",
     )
     oversample: Annotated[float, ANY_START] = Field(
         0.0,
         ge=0,
         le=1,
         description="Extra prompts that generate from the start, before any is dropped, in multiples of rollout.prompts: no drop "
-        "then waits for another answer. Those that the batch does not need are ended and returned, and drawn again later; "
-        "what is trained is the same.",
+        "then waits for another answer. Surplus prompts are ended and returned, and drawn again later; the same groups are trained.",
     )
     when_insufficient: Annotated[Literal["keep", "stop"], ANY_START] = Field(
         "keep",

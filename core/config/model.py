@@ -10,7 +10,7 @@ from millrace.core.config.parts.paths import READS, Reads
 from millrace.core.config.parts.restart import fixed
 from millrace.core.config.parts.section import Section
 
-BEGAN = "the weights of the run began as its"
+BEGAN = "the run's weights started as this model's"
 TOKENS = "it decides which prompts fit data.max_prompt_tokens, and epochs are drawn from those"
 
 
@@ -23,7 +23,7 @@ class Model(Section):
     )
     revision: Annotated[str | None, fixed(BEGAN)] = Field(
         None,
-        description="Branch, tag or commit of a model that is named. The run keeps the commit that it is at the first start.",
+        description="Branch, tag or commit of a model that is named. The run keeps the commit of its first start.",
     )
     tokenizer: Annotated[str | None, fixed(TOKENS, moves=True), READS] = Field(
         None, description="Folder of the tokenizer; the model's own when not given."
@@ -33,10 +33,9 @@ class Model(Section):
     )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        fixed("checkpoints hold it; a new run can begin from an export of this one"),
+        fixed("checkpoints hold it; a new run can start from an export of this one"),
     ] = Field(
         "auto",
         description="Type of the weights in the trainer's forward pass, in engines, on the way to them, and in exports, whose "
-        "config.json names it. auto: the type that the checkpoint is stored in where the trainer has GPUs, float32 on a CPU. "
-        "The run keeps the type that auto means at its first start.",
+        "config.json names it. auto: the type that the checkpoint is stored in if the trainer has GPUs, float32 on a CPU. The run keeps the type of its first start.",
     )

@@ -10,7 +10,7 @@ from millrace.core.config.parts.section import Section
 
 
 def is_clients(address: str | None) -> bool:
-    """Whether who joins a Ray cluster at this address is no node of it: it asks Ray's client server there."""
+    """True for ray:// addresses: this process is a client of the cluster, not a node."""
     return (address or "").startswith("ray://")
 
 
@@ -27,18 +27,16 @@ class Placement(Section):
     )
     offload_trainer: bool = Field(
         True,
-        description="On shared GPUs, whether the trainer's optimizer state goes to host memory while engines load weights and generate. Where GPU memory suffices for both, false saves the transfer.",
+        description="On shared GPUs, whether the trainer's optimizer state goes to host memory while engines load weights and generate. If GPU memory suffices for both, false saves the transfer.",
     )
     ray_address: str | None = Field(
         None,
-        description="Ray cluster to join, as host:port. `ray://host:port` joins by Ray's client server, from a host that is no node of "
-        "the cluster. A local one is started when not given.",
+        description="Ray cluster to join, as host:port. `ray://host:port` joins by Ray's client server, from a host outside the cluster. When not given, a local cluster is started.",
     )
     task_runner: Literal["auto", "ray", "local"] = Field(
         "auto",
         description="Where rollout, reward and evaluations work. `local`: in the process that drives the run. `ray`: in shards, each a task on "
-        "a node of the Ray cluster (rollout.shards). `auto`: `ray` where placement.ray_address is set, every node reaches the Prefect "
-        "server and the run has nothing that shards cannot do; else `local`.",
+        "a node of the Ray cluster (rollout.shards). `auto`: `ray` if placement.ray_address is set, every node reaches the Prefect server and shards can do all that the run needs; else `local`.",
     )
     wait_s: float = Field(
         120,

@@ -1,4 +1,4 @@
-"""The `reward` section, and how sources, held-out sets and rows name a reward of their own."""
+"""The `reward` section, and how sources, held-out sets and rows name their rewards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ AS_THE_REWARD = in_a_branch("an open iteration may hold samples that it scored")
 
 
 class RewardFunction(UserFunction):
-    """A reward: a function or a class of yours. A bare string is its import path."""
+    """Your reward: a function or a class. A bare string is its import path."""
 
     function: str = Field(
         pattern=REWARD_PATH,
         description="Import path of the reward (millrace.Reward): package.module:function, or slime:package.module.function.",
     )
     options: dict[str, Any] = Field(
-        {}, description="Keyword arguments: of a function at every call, of a class where it is made."
+        {}, description="Keyword arguments: for a function at every call, for a class at its creation."
     )
     group: bool = Field(
         False, description="One call scores all samples of a prompt: it gets a list and returns one."
@@ -56,7 +56,7 @@ class Reward(RewardFunction):
         description="Samples, or groups with `group`, that one process scores at once; more than 1 for async rewards that wait.",
     )
     timeout_s: Annotated[float, ANY_START] = Field(
-        30, gt=0, description="Longest time for one call: of one sample, or of one group. Seconds."
+        30, gt=0, description="Longest time for one call, which scores one sample or one group. Seconds."
     )
     memory_mb: Annotated[int | None, ANY_START] = Field(
         None, ge=256, description="Memory that each of these processes may allocate; null: all there is. MiB."

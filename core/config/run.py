@@ -15,7 +15,7 @@ RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
 class Run(Section):
-    """What the run is called and how long it is."""
+    """The run's name and length."""
 
     name: Annotated[str, in_a_branch("it names the run's folder")] = Field(
         pattern=RUN_NAME,
@@ -28,8 +28,7 @@ class Run(Section):
     progress_timeout_s: Annotated[float, ANY_START] = Field(
         1800,
         gt=0,
-        description="Trainer ranks, or an engine's holder, in whose call nothing moves for this long are ended and built again. "
-        "So is a background writer of a checkpoint that moves no byte. A driver that waits for its own work has longer. Seconds.",
+        description="A call to trainer ranks or to an engine's process without progress for this long ends them, and they are built again; so does a background writer of a checkpoint that writes no byte. A driver that waits for its own work has more time. Seconds.",
     )
     prepare: Annotated[UserFunction | None, ANY_START] = Field(
         None,
@@ -37,8 +36,7 @@ class Run(Section):
     )
     import_from: Annotated[list[str], ANY_START, READS] = Field(
         [],
-        description="Folders whose modules functions of yours are imported from, before the working directory and after installed "
-        "packages: the folder of the YAML file when not given.",
+        description="Folders that your functions are imported from, before the working directory and after installed packages; when not given, the folder of the YAML file.",
     )
     experiment: Annotated[str, in_a_branch("the MLflow run lies in it")] = Field(
         "millrace", min_length=1, description="MLflow experiment that the run belongs to."

@@ -55,7 +55,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _held_out_sampling(cls, values: Any) -> Any:
-        """A held-out set is answered at the rollout's length, and one answer to a prompt greedily, unless it says otherwise."""
+        """Held-out sets have the rollout's length, and greedy sampling with one answer a prompt, unless they set it."""
         sets = _at(values, "evaluation", "sets")
         if not isinstance(sets, list):
             return values
@@ -65,7 +65,7 @@ class RunConfig(Section):
         return {**values, "evaluation": {**values["evaluation"], "sets": filled}}
 
     def for_actors(self) -> dict[str, Any]:
-        """The configuration as actors get it, with absolute paths: their working folder is another."""
+        """The configuration for actors, with absolute paths, since actors have another working folder."""
         settings = self.model_dump(mode="json")
         for section, name in (
             ("model", "path"),
@@ -80,30 +80,30 @@ class RunConfig(Section):
 
     @property
     def modules_from(self) -> list[str]:
-        """The folders, absolute, that functions of the user are imported from: their own and the working directory."""
+        """The absolute folders that the user's functions are imported from: run.import_from and the working directory."""
         return [*map(os.path.abspath, self.run.import_from), os.getcwd()]
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]:
-        """The type of the weights: model.dtype, and float32 while nobody has settled what auto means."""
+        """The type of the weights: model.dtype, and float32 as long as auto is not resolved."""
         return "float32" if self.model.dtype == "auto" else self.model.dtype
 
     def with_dtype(self, dtype: Literal["float32", "bfloat16"]) -> RunConfig:
-        """The configuration with a type in place of `auto`; any other stays."""
+        """The configuration with `auto` replaced by a type; any other type stays."""
         if self.model.dtype != "auto":
             return self
         return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
 
     @property
     def part_limit(self) -> Limit:
-        """How long nothing may move in a call of a live part."""
+        """How long a call to a live part may make no progress."""
         return Limit(self.run.progress_timeout_s)
 
     @property
     def run_limit(self) -> Limit:
-        """How long nothing may move in the whole run, where its driver waits for its own work.
+        """How long the driver waits for its own work without progress anywhere in the run.
 
-        Longer than any part may be silent, so that the part's own limit speaks.
+        Longer than the limit of a part, so that the part's limit is reported first.
         """
         generated = self.rollout.attempts * (
             self.rollout.progress_timeout_s * (1 + 1 / POLLS) + self.engines.start_timeout_s
@@ -149,20 +149,21 @@ class RunConfig(Section):
 
     @property
     def evaluates_in_background(self) -> bool:
-        """Whether an iteration evaluates the weights that it begins with, beside its own work, instead of those that it made."""
+        """Whether an iteration evaluates the weights that it starts with, beside its own work, not the ones it makes."""
         wanted = self.evaluation.background
         return not self.algorithm.supervised and (self.pipeline.ahead > 0 if wanted is None else wanted)
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether iterations go on while their checkpoints are written."""
+        """Whether iterations continue while their checkpoints are written."""
         wanted = self.checkpoint.background
         return self._on_gpus if wanted is None else wanted
 
     @property
     def response_budgets(self) -> dict[str, int]:
         """Most tokens after a prompt, by the field that sets it."""
-        if self.rollout.session:  # held-out sets too are answered in sessions
+        # held-out sets too are answered in sessions
+        if self.rollout.session:
             return {self.rollout.longest_response_field: self.rollout.longest_response}
         return {f"{field}.max_new_tokens": sampling.max_new_tokens for field, sampling in self.samplings}
 
@@ -198,14 +199,14 @@ class RunConfig(Section):
 
 
 def _at(values: Any, *path: str) -> Any:
-    """A value within mappings; None where it is not given, or something else is in the way."""
+    """A value within mappings; None if it is not given, or if a value above it is no mapping."""
     for key in path:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
 
 
 def _with_sampling(held_out: Any, usual: Mapping[str, Any]) -> Any:
-    """A set as it was given, with the usual sampling where it gives none.
+    """A set with the usual sampling for the sampling fields that it does not give.
 
     Several answers to a prompt are drawn at temperature 1: greedy ones would all be the same.
     """

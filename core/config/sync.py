@@ -27,8 +27,7 @@ class _Transport(Section):
     max_prompt_gap: float | None = Field(
         None,
         gt=0,
-        description="Largest mean difference between an engine's and the trainer's log-probabilities of four fixed texts, which are "
-        "compared after each sync: above it the run stops before anything is generated. Checksums of the engines' weights are "
+        description="Largest mean difference between an engine's and the trainer's log-probabilities of four fixed texts, compared after each sync. Above it the run stops before anything is generated. Checksums of the engines' weights are "
         "recorded too. null: nothing is compared. Nats a token.",
     )
 
@@ -42,8 +41,7 @@ class _Buckets(_Transport):
     bucket_mib: int = Field(
         512,
         ge=1,
-        description="Size of a bucket: the extra memory that ipc and broadcast take on every trainer rank, where no "
-        "tensor is larger. MiB.",
+        description="Size of a bucket: the extra memory that ipc and broadcast take on every trainer rank, unless a tensor is larger. MiB.",
     )
     verify: bool = Field(
         False,
@@ -64,7 +62,7 @@ class DiskSync(_Transport):
 
     @property
     def verify(self) -> bool:
-        """Whether weights are compared with those on disk: never, they come from there."""
+        """Whether weights are compared with the weights on disk: never, since they come from there."""
         return False
 
 
@@ -86,7 +84,7 @@ Sync = Annotated[
     Menu(
         """How new weights reach the engines.
 
-        - `auto` — ipc where trainer and engines share GPUs, broadcast for engines.kind=sglang on GPUs of their own, else disk.
+        - `auto` — ipc if trainer and engines share GPUs, broadcast for engines.kind=sglang on separate GPUs, else disk.
         - `disk` — a Hugging Face folder, or a URL. Works everywhere; the slowest.
         - `ipc` — GPU memory, one bucket at a time. Needs `placement.colocate`.
         - `broadcast` — buckets from trainer rank 0, by NCCL, or by gloo to embedded engines. Needs engines on other GPUs.

@@ -16,7 +16,7 @@ class Tracking(Section):
 
     trackers: list[TrackerName] = Field(
         ["mlflow"],
-        description="What keeps the curves besides the run folder, which holds every figure: `mlflow`, `tensorboard` (files below "
+        description="Trackers that get the curves, besides the run folder, which holds every metric: `mlflow`, `tensorboard` (files below "
         "tensorboard/ of MILLRACE_HOME), `wandb` (its key and mode come from the environment).",
     )
     uri: str | None = Field(

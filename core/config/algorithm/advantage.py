@@ -58,7 +58,7 @@ class Critic(Section):
     path: Annotated[str | None, in_a_branch("one run has one algorithm", moves=True), READS] = Field(
         None,
         description="Hugging Face checkpoint folder that the critic's body starts from, of any supported architecture with the model's "
-        "tokenizer; null: model.path. It has the policy's ranks and layout.",
+        "tokenizer; null: model.path. It uses the policy's ranks and layout.",
     )
     lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic.")
     schedule: Schedule | None = Field(
@@ -85,7 +85,7 @@ class NoAdvantage(Section):
 
 
 class AdvantageFunction(UserFunction):
-    """An estimator of yours (millrace.Advantage)."""
+    """Your estimator (millrace.Advantage)."""
 
     kind: Literal["function"] = "function"
 
@@ -110,7 +110,7 @@ Advantage = Annotated[
         - `reinforce_plus_plus_baseline` — relative to the mean of their group. Use it with `whiten`.
         - `gae` — a critic's values as baseline (PPO).
         - `none` — no rewards. Needs `distillation_coef` and `teacher` or `teacher_server`.
-        - `function` — an estimator of yours. Needs `function`.
+        - `function` — your estimator. Needs `function`.
         """,
         default="group_relative",
     ),

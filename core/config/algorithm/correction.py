@@ -38,6 +38,5 @@ class Correction(Section):
     max_token_age: int | None = Field(
         None,
         ge=0,
-        description="Leave out tokens that were older than this when their iteration began, in published weight versions: no "
-        "term of the policy's loss has them, but its denominators do.",
+        description="Leave out tokens that were older than this when their iteration started, in published weight versions: they enter no term of the policy's loss, but its denominators count them.",
     )

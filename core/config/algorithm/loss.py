@@ -60,7 +60,7 @@ class Cispo(_ClipRange):
 
 
 class Sapo(Section):
-    """A soft gate on the ratio in place of a clip. SAPO, arXiv:2511.20347."""
+    """A soft gate on the ratio instead of a clip. SAPO, arXiv:2511.20347."""
 
     kind: Literal["sapo"] = "sapo"
     temperatures: tuple[float, float] = Field(
@@ -81,7 +81,7 @@ class Sft(Section):
 
 
 class LossFunction(UserFunction):
-    """A token loss of yours (millrace.Loss)."""
+    """Your token loss (millrace.Loss)."""
 
     kind: Literal["function"] = "function"
 
@@ -95,10 +95,10 @@ Loss = Annotated[
         - `clipped` — PPO's clipped ratio, token by token.
         - `gspo` — one clipped ratio a sequence. Needs one advantage a sequence.
         - `cispo` — a clipped, detached ratio as weight of the log-probability; no token loses its gradient.
-        - `sapo` — a soft gate in place of the clip.
+        - `sapo` — a soft gate instead of the clip.
         - `reinforce` — no ratio. Needs one optimizer step an iteration.
         - `sft` — supervised training on the reference answers.
-        - `function` — a loss of yours. Needs `function`.
+        - `function` — your loss. Needs `function`.
         """,
         default="clipped",
     ),

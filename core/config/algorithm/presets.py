@@ -24,7 +24,7 @@ Preset = Literal[
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv:2402.03300, eqs. 3-4; the paper's KL term is kl_coef 0.04, off here
     "grpo": {},
-    # arXiv:2503.20783: neither the group's standard deviation nor the response's length divides
+    # arXiv:2503.20783: no division by the group's standard deviation or the response's length
     "dr_grpo": {"advantage": {"divide_by_std": False}, "aggregation": "constant"},
     # arXiv:2503.14476, eqs. 8-13: clip-higher, token mean, overlong shaping; its dynamic sampling is filter.drop_zero_variance
     "dapo": {"loss": {"clip_high": 0.28}, "aggregation": "token_mean", "overlong": {}},

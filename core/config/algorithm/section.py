@@ -1,4 +1,4 @@
-"""The fields of `algorithm`, and how a preset fills those that are not given. Knows nothing of the mathematics."""
+"""The fields of `algorithm`, and how a preset fills the missing ones. Knows nothing of the mathematics."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Algorithm(Section):
     advantage: Annotated[Advantage, FROM_PRESET] = GroupRelative()
     whiten: Annotated[bool, FROM_PRESET] = Field(
         False,
-        description="Shift and scale advantages to mean 0, variance 1 over the iteration's batch, whatever its steps.",
+        description="Shift and scale advantages to mean 0, variance 1 over the iteration's batch, not step by step.",
     )
     overlong: Annotated[Overlong | None, FROM_PRESET] = Field(
-        None, description="Overlong penalty; null, or the word none, is without one."
+        None, description="Overlong penalty; null or the word none turns it off."
     )
     shaping: UserFunction | None = Field(
         None, description="Function (millrace.RewardShaping) that changes rewards before advantages."
@@ -62,8 +62,7 @@ class Algorithm(Section):
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",
         description="Denominator of the ratio: the trainer's own log-probabilities before the iteration's first step "
-        "(recompute), the engine's (rollout), or auto: the trainer's, without a forward pass where one step an iteration "
-        "makes it equal.",
+        "(recompute), the engine's (rollout), or auto: the trainer's, without a forward pass when one step an iteration makes both equal.",
     )
     correction: Correction = Correction()
 
@@ -83,7 +82,7 @@ class Algorithm(Section):
         "k3", description="KL estimator."
     )
     kl_placement: Annotated[Literal["loss", "reward"], FROM_PRESET] = Field(
-        "loss", description="Where the KL goes: added to the token loss, or subtracted from the token reward."
+        "loss", description="Whether the KL is added to the token loss, or subtracted from the token reward."
     )
     kl_unbiased: bool = Field(
         False, description="Weight the KL term in the loss by pi / pi_old, unbiased off-policy."
@@ -113,14 +112,14 @@ class Algorithm(Section):
         0.0,
         ge=0,
         description="Weight of the teacher (on-policy distillation): of its log-probabilities in the advantage, or of the "
-        "KL from it in the loss where teacher_server.top_k is above 0.",
+        "KL from it in the loss when teacher_server.top_k is above 0.",
     )
     teacher: Annotated[str | None, in_a_branch("one run has one algorithm", moves=True), READS] = Field(
         None,
         description="Hugging Face checkpoint folder of the teacher, which the trainer's ranks hold; same tokenizer as the model.",
     )
     teacher_server: TeacherServer | None = Field(
-        None, description="Server that holds the teacher, in place of `teacher`."
+        None, description="Server that holds the teacher, instead of `teacher`."
     )
 
     @model_validator(mode="before")
@@ -151,7 +150,7 @@ class Algorithm(Section):
 
     @property
     def teacher_top_k(self) -> int:
-        """Likeliest tokens of a served teacher, at each position, that the loss compares; 0: the sampled token alone."""
+        """Likeliest tokens of a served teacher, at each position, that the loss compares; 0: only the sampled token."""
         return self.teacher_server.top_k if self.teacher_server is not None else 0
 
     @property

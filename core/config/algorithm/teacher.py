@@ -1,4 +1,4 @@
-"""The fields of `algorithm.teacher_server`: a teacher that a server holds, in place of weights in the trainer's ranks."""
+"""The fields of `algorithm.teacher_server`: a teacher on a server, instead of weights in the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -17,36 +17,30 @@ class TeacherServer(Section):
 
     url: Annotated[str, ANY_START] = Field(
         pattern=r"^https?://",
-        description="Address: of SGLang as in http://host:30000, of the other protocols up to /v1.",
+        description="Address of the server: for SGLang as in http://host:30000, for the other protocols up to /v1.",
     )
     protocol: Annotated[Literal["sglang", "vllm", "openai"], ANY_START] = Field(
         "sglang",
-        description="What it speaks: sglang (/generate), vllm (completions with prompt_logprobs) or openai "
+        description="Its protocol: sglang (/generate), vllm (completions with prompt_logprobs) or openai "
         "(completions with echo).",
     )
-    model: str | None = Field(
-        None, description="Name under which the server knows the teacher; of vllm and openai alone."
-    )
+    model: str | None = Field(None, description="The teacher's name on the server; only for vllm and openai.")
     key: Annotated[str | None, ANY_START] = Field(
         None,
         pattern=WHOLE,
-        description="What it asks for as a Bearer token, as a reference: ${env:NAME} or ${prefect:BLOCK}.",
+        description="Its Bearer token, as a reference: ${env:NAME} or ${prefect:BLOCK}.",
     )
     top_k: int = Field(
         0,
         ge=0,
         le=256,
-        description="Likeliest tokens of each position that it gives, and that the loss compares; 0: log-probabilities of "
-        "the sampled token alone, in the advantage. Of sglang and vllm.",
+        description="Likeliest tokens of each position that it gives, and that the loss compares; 0: log-probabilities of the sampled token alone, in the advantage. Only for sglang and vllm.",
     )
     hint: UserFunction | None = Field(
         None,
-        description="Function (millrace.TeacherHint) that gets a finished sample and returns text that the teacher reads with "
-        "its prompt, and the policy did not. Not with rollout.session.",
+        description="Function (millrace.TeacherHint) that gets a finished sample and returns text that is added to the teacher's prompt, not to the policy's. Not with rollout.session.",
     )
-    concurrency: Annotated[int, ANY_START] = Field(
-        32, ge=1, description="Samples that it is asked about at once."
-    )
+    concurrency: Annotated[int, ANY_START] = Field(32, ge=1, description="Samples that it scores at once.")
     timeout_s: Annotated[float, ANY_START] = Field(
         120, gt=0, description="Longest time for one attempt. Seconds."
     )
@@ -55,5 +49,5 @@ class TeacherServer(Section):
     )
     same_tokenizer: Annotated[bool, ANY_START] = Field(
         False,
-        description="Your word that its tokenizer is the model's, where the server's answers cannot prove it.",
+        description="Assert that its tokenizer is the model's, if the server's answers cannot prove it.",
     )

@@ -1,4 +1,4 @@
-"""What is drawn when, by how well the policy does: levels of difficulty, pools of solved and unsolved rows, stages."""
+"""Prompts drawn by how well the policy does: levels of difficulty, pools of solved and unsolved rows, stages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from millrace.core.config.parts.section import Section
 class Levels(Section):
     """A source whose rows have a level of difficulty that follows the policy (RLVE, arXiv:2511.07317).
 
-    Prompts come from the highest level reached and the ones below it. The highest rises by one when the policy does well there.
+    Prompts come from the highest level reached and the levels below it. The highest rises by one when the policy does well
+    there.
     """
 
-    first: int = Field(0, ge=0, description="Level to begin with.")
-    last: int = Field(4, ge=0, description="Highest level there is.")
+    first: int = Field(0, ge=0, description="First level.")
+    last: int = Field(4, ge=0, description="Last level.")
     window: int = Field(
         4, ge=1, description="Levels that prompts come from at once: the highest reached and those below it."
     )
@@ -24,7 +25,7 @@ class Levels(Section):
     groups: int = Field(
         8,
         ge=1,
-        description="Prompts of the highest level that this mean is of. They are counted from its rise on.",
+        description="Prompts of the highest level in this mean, counted since the level rose.",
     )
 
     @model_validator(mode="after")
@@ -66,4 +67,4 @@ class Stage(Section):
     reward: float | None = Field(
         None, description="The stage ends when the mean reward of its last `groups` prompts is at least this."
     )
-    groups: int = Field(64, ge=1, description="Prompts that this mean is of.")
+    groups: int = Field(64, ge=1, description="Prompts in this mean.")

@@ -20,7 +20,7 @@ class Data(Section):
     sources: Annotated[list[Source], fixed(EPOCHS)] = Field(min_length=1, description="Sources of prompts.")
     stages: Annotated[list[Stage], fixed(EPOCHS)] = Field(
         [],
-        description="Stages of a curriculum, one after the other: each has weights of its own. Empty: the sources' weights hold throughout.",
+        description="Stages of a curriculum, one after the other, each with its weights. Empty: the sources' weights hold throughout.",
     )
     stream_above_rows: Annotated[int, fixed(EPOCHS)] = Field(
         20_000,
@@ -33,7 +33,7 @@ class Data(Section):
     max_prompt_tokens: Annotated[int, fixed(EPOCHS)] = Field(
         1024,
         ge=1,
-        description="Longer prompts are quarantined, and longer dialogues where `loss_on` trains these. Tokens.",
+        description="Longer prompts are quarantined; so are longer dialogues if `loss_on` trains dialogues. Tokens.",
     )
     max_quarantined_share: Annotated[float, ANY_START] = Field(
         0.5,

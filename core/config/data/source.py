@@ -25,7 +25,7 @@ class Source(Section):
     )
     rows: UserFunction | None = Field(
         None,
-        description="In place of a path: a function (millrace.DataSource) that returns the rows, as a list or anything else with a length and numbered items. Called in a process of its own.",
+        description="Instead of a path: a function (millrace.DataSource) that returns the rows, as a list or anything else with a length and numbered items. Called in a separate process.",
     )
     levels: Levels | None = Field(
         None,
@@ -60,20 +60,20 @@ class Source(Section):
         {}, description="Variables of the chat template: {enable_thinking: false}."
     )
     chat_template_kwargs_key: str | None = Field(
-        None, description="Column with such variables of the row, which come before those of the source."
+        None, description="Column with such variables of the row, which override the source's."
     )
     sampling_key: str | None = Field(
         None,
-        description="Column with the row's own `max_new_tokens`, `stop` and `stop_token_ids`, a mapping or its JSON text, in place of those of `rollout.sampling`. The shorter length counts.",
+        description="Column with the row's own `max_new_tokens`, `stop` and `stop_token_ids`, a mapping or its JSON text, instead of the values of `rollout.sampling`. The shorter length counts.",
     )
     label_from_prompt: bool = Field(
         False,
-        description="The assistant's message at the end of a prompt is taken off it and is the reference answer, in place of `label_key`.",
+        description="Take the assistant's message off the end of a prompt as the reference answer, instead of `label_key`.",
     )
     loss_on: LossOn = Field(
         "answer",
-        description="Supervised training: what has a loss. answer: the label. Otherwise `prompt_key` names whole dialogues; assistant: each message of the assistant; last_assistant: the last one. A message's own `weight` (0, 1) or `train` (false, true) comes first.",
+        description="Supervised training: what has a loss. answer: the label. Otherwise `prompt_key` names whole dialogues; assistant: each message of the assistant; last_assistant: the last one. A message's `weight` (0, 1) or `train` (false, true) overrides this.",
     )
     reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
-        None, description="Reward of this source's samples; null: that of the section `reward`."
+        None, description="Reward of this source's samples; null: the section `reward`."
     )

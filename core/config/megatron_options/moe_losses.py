@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MoELosses:
-    """Coefficients, 0 where a loss is not wanted."""
+    """Coefficients; 0 turns a loss off."""
 
     kind: str = "aux_loss"  # moe_router_load_balancing_type
     aux_coeff: float = 0.0
@@ -17,7 +17,7 @@ class MoELosses:
 
     @property
     def wanted(self) -> bool:
-        """Whether any loss is added."""
+        """Whether any loss is on."""
         return self.aux_coeff > 0 or self.z_coeff > 0
 
 

@@ -15,7 +15,7 @@ from millrace.core.errors import ConfigError
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Options of megatron-core that are not passed on, or would do nothing in this configuration."""
+    """Options of megatron-core that are refused, or would do nothing in this configuration."""
     t = config.trainer
     yield from TRANSFORMER.problems(config, t.megatron)
     yield from OPTIMIZER.problems(config, t.megatron_optimizer)
@@ -39,6 +39,6 @@ def model_problems(config: RunConfig, architecture: Architecture) -> Iterator[Pr
 
 
 def check(config: RunConfig, architecture: Architecture) -> None:
-    """Raise ConfigError for the first option that may not stand."""
+    """Raise ConfigError for the first option that is refused."""
     for problem in (*problems(config), *model_problems(config, architecture)):
         raise ConfigError(problem.reason, where=problem.field, remedy=problem.remedy)

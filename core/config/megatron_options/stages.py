@@ -27,7 +27,7 @@ def layers_of_stages(config: RunConfig, layers: int) -> list[int]:
 
 
 def problems(config: RunConfig, layers: int, whose: str) -> Iterator[Problem]:
-    """A division of a model's layers over stages that leaves some out, or a stage without any."""
+    """Problems of a division of a model's layers over stages: layers left out, or a stage without layers."""
     options, stages = config.trainer.megatron, config.trainer.parallel.pipeline
     named = [name for name in (FIRST, LAST, EMBEDDING, LOSS) if options.get(name)]
     if not named:

@@ -1,8 +1,8 @@
-"""What is known of every field of one of megatron-core's configuration classes, and the rules that follow.
+"""A table of every field of one of megatron-core's configuration classes, and the rules that follow.
 
 Owns the form of a table and the check of a configuration's options against it. A table names every field of
-every supported version of megatron-core: it is accepted, set by a field of millrace, or refused with a reason. An accepted field
-is in all of them. The tests hold it against the installed version.
+every supported version of megatron-core: it is accepted, set by a field of millrace, or refused with a reason. An accepted
+field is in all of them. The tests hold it against the installed version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace.core.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Need:
-    """What an option needs of the configuration, without which it would do nothing."""
+    """A setting without which an option would do nothing."""
 
     words: str  # "trainer.recompute=full"
     met: Callable[[RunConfig], bool]
@@ -52,7 +52,7 @@ class OptionTable:
         return {*self.accepted, *self.elsewhere, *self.refused}
 
     def problems(self, config: RunConfig, options: Mapping[str, Any]) -> Iterator[Problem]:
-        """Options that may not stand in this configuration, with the reason."""
+        """Options that this configuration may not set, with the reason."""
         for name, value in options.items():
             where = f"{self.place}.{name}"
             if name in self.elsewhere:
@@ -86,7 +86,7 @@ class OptionTable:
             )
 
     def experts_problems(self, options: Mapping[str, Any]) -> Iterator[Problem]:
-        """Options that act only in a mixture of experts, for a model that is none."""
+        """Options that act only in a mixture of experts, set for a dense model."""
         for name, value in options.items():
             if name in self.accepted and self.accepted[name].experts:
                 reason = "it acts only in a mixture of experts, and the model is dense"
@@ -94,5 +94,5 @@ class OptionTable:
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
-    """{reason: "name name ..."} as {name: reason}."""
+    """Turn {reason: "name name ..."} into {name: reason}."""
     return {name: reason for reason, names in reasons.items() for name in names.split()}

@@ -12,8 +12,10 @@ PIPELINE = Need("trainer.parallel.pipeline of 2 or more", lambda c: c.trainer.pa
 FULL = Need("trainer.recompute=full", lambda c: c.trainer.recompute == "full")
 SELECTIVE = Need("trainer.recompute=selective", lambda c: c.trainer.recompute == "selective")
 BFLOAT16 = Need(
-    "model.dtype=bfloat16", lambda c: c.model.dtype != "float32"
-)  # auto is judged once it is settled
+    "model.dtype=bfloat16",
+    lambda c: c.model.dtype != "float32",
+    # auto is checked later, when the device is known
+)
 GPU = Need("trainer.device of auto or cuda", lambda c: c.trainer.device != "cpu")
 AUX_LOSS = Need(
     "trainer.megatron.moe_aux_loss_coeff above 0",
@@ -89,7 +91,7 @@ ELSEWHERE = {
 _MODEL = "the model's config.json decides it"
 _FAMILY = "no family that is supported has it"
 _ENGINE = "it needs Transformer Engine, which is not installed"
-_LAYERS = "millrace's layers have fused operations of their own, which do not read it"
+_LAYERS = "millrace's layers have their own fused operations, which do not read it"
 _ATTENTION = "millrace's attention over packs does not read it"
 _REPEAT = "log-probabilities must be repeatable"
 _PACKS = "packs have different lengths"

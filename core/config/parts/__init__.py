@@ -1,1 +1,1 @@
-"""What configuration sections are made of. No module here knows a section."""
+"""Building blocks of configuration sections. No module here knows a section."""

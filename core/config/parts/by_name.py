@@ -1,6 +1,6 @@
 """Items of a configuration that rows name in their metadata. Pure.
 
-A row names a key, never an import path: data choose no code.
+A row names a key, never an import path: data cannot choose code.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def named_by_row(
     field: str,
     unknown: type[UnknownNameError],
 ) -> Item | None:
-    """The item that a row names; None where it names none. Without items the row's metadata choose nothing.
+    """The item that a row names; None if it names none, or if there are no items.
 
-    key: of the metadata. field: of the configuration, with the items. Errors: `unknown`.
+    key: the metadata's key with the name. field: the configuration's field with the items. Errors: `unknown`.
     """
     chosen = metadata.get(key) if items else None
     if chosen is None:

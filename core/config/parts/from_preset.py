@@ -1,7 +1,7 @@
-"""Fields that a preset sets: empty in the JSON schema that forms are made from. Knows no section and no preset.
+"""Fields that a preset sets. They are empty in the JSON schema that forms are made from. Knows no section and no preset.
 
-A form submits every default that its schema has, and what is given overrides the preset. So these fields have none there.
-`null` stands for the preset's value. Where null is a value of its own, a form leaves the field out until somebody fills it.
+A form submits every default of its schema, and a submitted value overrides the preset. So these fields have no default
+there. `null` stands for the preset's value. If null is a valid value, a form omits the field until the user fills it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millrace.core.config.parts.menu import menu_of, spelled_out, variant_of
 from millrace.core.config.parts.section import models
 
 THE_PRESETS = "the preset's"  # in forms and on the reference page
-NONE = "none"  # null in words, of a section
+NONE = "none"  # null in words, for a section
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def is_from_preset(field: FieldInfo) -> bool:
 
 
 def given_values(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """The values of a section without those that stand for the preset's, in its choices too."""
+    """The values of a section, and of its choices, without values that stand for the preset's."""
     given = {}
     for name, value in values.items():
         field = model.model_fields.get(name)
@@ -53,7 +53,7 @@ def given_values(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str,
 
 
 def _empty_fields(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Take the defaults of fields of presets out of a section's JSON schema, and those of what holds such fields."""
+    """Remove the defaults of preset fields, and of sections that hold such fields, from a section's JSON schema."""
     properties = schema["properties"]
     for name, field in model.model_fields.items():
         if is_from_preset(field):
@@ -62,7 +62,9 @@ def _empty_fields(schema: dict[str, Any], model: type[BaseModel]) -> None:
             properties[name].pop("default")
 
 
-EMPTY_IN_FORMS = ConfigDict(json_schema_extra=_empty_fields)  # of every section that has or holds such fields
+EMPTY_IN_FORMS = ConfigDict(
+    json_schema_extra=_empty_fields
+)  # for every section with such fields, in it or below
 
 
 def _empty(prop: Mapping[str, Any], field: FieldInfo) -> dict[str, Any]:
@@ -72,7 +74,8 @@ def _empty(prop: Mapping[str, Any], field: FieldInfo) -> dict[str, Any]:
     if not _null_is_a_value(field):
         return {**about, "anyOf": [{"type": "null", "title": THE_PRESETS}, *options], "default": None}
     about["description"] = f"{prop['description']} Left empty: {THE_PRESETS}."
-    if models(field.annotation):  # a form shows the first, and would submit a section with its defaults
+    # a form shows the first variant, and would submit a section with its defaults
+    if models(field.annotation):
         options = [{"type": "string", "enum": [NONE], "title": NONE}, *options]
     return {**about, "anyOf": options}
 

@@ -31,7 +31,7 @@ class Menu:
         return self.text.partition("\n")[0].strip()
 
     def complete(self, value: Any) -> Any:
-        """The value with its `kind`, where it is a short form."""
+        """The value with its `kind`, which short forms leave out."""
         value = spelled_out(value)
         if isinstance(value, Mapping) and "kind" not in value:
             return {"kind": self.default, **value}
@@ -43,7 +43,7 @@ class Menu:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """The variants, or the name of one that needs no field: forms and deployments take the short forms too."""
+        """The variants, or the name of a variant that needs no field: forms and deployments accept short forms too."""
         made = handler(schema)
         variants = made.pop("oneOf")
         kinds = made.pop("discriminator")["mapping"]
@@ -68,7 +68,7 @@ def variants(field: FieldInfo) -> dict[str, type[BaseModel]]:
 
 
 def variant_of(field: FieldInfo, value: Any) -> type[BaseModel] | None:
-    """The section that a value of a choice is to be, if its kind is one of the menu's."""
+    """The section that a value's kind names; None if the menu has no such kind."""
     menu = menu_of(field)
     assert menu is not None
     complete = menu.complete(value)

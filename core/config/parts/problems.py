@@ -16,7 +16,7 @@ LONGEST_VALUE = 60
 
 
 class Problem(NamedTuple):
-    """A field that cannot stay as it is: its value, what is wrong with it, and the remedy."""
+    """A field with a problem: its value, what is wrong with it, and the remedy."""
 
     field: str
     value: Any
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
 
 def render_problems(problems: Sequence[Problem], rows: int = ROWS, columns: int | None = None) -> str:
-    """All problems as text that fits one screen: those that do not fit are at least named."""
+    """All problems as text that fits one screen. For the rest only the fields are named."""
     width = columns or max(60, shutil.get_terminal_size((80, 24)).columns)
     lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the configuration:"]
     for number, problem in enumerate(problems):
@@ -55,7 +55,7 @@ def render_problems(problems: Sequence[Problem], rows: int = ROWS, columns: int 
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The remedy for a name that is none of those known."""
+    """The remedy for an unknown name."""
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]}?" if near else "remove it"
 

@@ -1,6 +1,6 @@
-"""What of a configuration's values may be shown, stored and compared. Pure.
+"""Removes secrets from a configuration's values before they are shown, stored or compared. Pure.
 
-A secret is recognised by where it stands: the password of a URL, or the value of a key with a name such as api_key.
+A secret is recognised by its place: the password of a URL, or the value of a key with a name such as api_key.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ QUOTED = r"(?P<quote>['\"])(?:\\.|(?!(?P=quote))[^\n\\])+"  # up to the quote's 
 SAID = re.compile(
     rf"(?P<name>{WORDS}['\"]?\s{{0,3}}[=:]\s{{0,3}})(?:{QUOTED}|{SCHEME}?{VALUE})", re.IGNORECASE
 )
-# what is a secret wherever it stands: the text of an Authorization header, and keys that begin as a service's keys do
+# secret in any place: the text of an Authorization header, and keys with the prefix of a service's keys
 KNOWN = re.compile(
     r"(?P<name>\b(?:Bearer|Basic)\s{1,3})(?=[\w.~+/=-]{0,99}[\d=+/])[\w.~+/=-]{12,}"
     r"|\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AIza)[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
 )
-NAMED_USER = ("postgresql", "mysql", "mssql")  # of a URL, where a user without a password is no secret
+NAMED_USER = (
+    "postgresql",
+    "mysql",
+    "mssql",
+)  # schemes of URLs in which a user without a password is no secret
 
 
 def is_secret_name(name: str) -> bool:
@@ -59,7 +63,7 @@ def secret_in_url(text: str) -> bool:
 
 
 def is_known_secret(text: str) -> bool:
-    """Whether a text holds what is a secret under any name."""
+    """Whether a text holds a secret that is recognised without its name."""
     return bool(KNOWN.search(text))
 
 

@@ -1,7 +1,7 @@
 """Which fields may differ when a run is started again, and in a branch of it. Knows no section.
 
 Each field has a decision: its own, or that of the nearest section above it. A field that may change acts from the first
-step, or the first task of its kind, after the start. One that may not is refused at the start.
+step, or the first task of its kind, after the start. A change of any other field is refused at the start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millrace.core.config.parts.redaction import shown, without_secrets
 class Restart:
     """Annotation of a field: whether a resume and a branch may change it, and if not, why.
 
-    moves: it is the path of something that is known by its content: what it names may lie elsewhere, and be no other.
+    moves: the field is a path that may change as long as the content there is the same.
     """
 
     resume: bool
@@ -53,7 +53,7 @@ class Change:
 
     @property
     def moved(self) -> bool:
-        """Whether only the place of something changed whose content decides."""
+        """Whether only a path changed whose content decides."""
         return self.restart.moves and self.before is not None and self.now is not None
 
 
@@ -86,7 +86,7 @@ def _changes(old: Any, new: Any, path: str, restart: Restart | None) -> Iterator
 def decided(
     section: BaseModel, path: str = "", above: Restart | None = None
 ) -> Iterator[tuple[str, Any, Restart]]:
-    """Every value of a configuration with its path and decision, those in lists and choices too."""
+    """Every value of a configuration with its path and decision, also within lists and choices."""
     for name, field in type(section).model_fields.items():
         restart, value = restart_of(field, above), getattr(section, name)
         if isinstance(value, BaseModel):
@@ -108,7 +108,7 @@ def _names(sections: list[Any]) -> list[Any]:
 
 
 def _shown(value: Any) -> Any:
-    """A value as a message shows it: of a choice its kind, of a list of sections their names."""
+    """A value as a message shows it: a choice by its kind, a list of sections by their names."""
     if isinstance(value, BaseModel):
         return getattr(value, "kind", None) or value.model_dump(mode="json")
     if value and _is_list_of_sections(value):

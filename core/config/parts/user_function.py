@@ -15,7 +15,7 @@ IMPORT_PATH = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*|slime:[A-Za-z_][\w.]*\.[A-Za-z_]\
 
 
 class UserFunction(Section):
-    """A function of yours. A bare string is its import path."""
+    """Your function. A bare string is its import path."""
 
     function: str = Field(pattern=IMPORT_PATH, description="Import path: package.module:function.")
     options: dict[str, Any] = Field({}, description="Keyword arguments handed to the function at every call.")
@@ -30,7 +30,8 @@ class UserFunction(Section):
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         made = super().__get_pydantic_json_schema__(schema, handler)
-        if "kind" in cls.model_fields:  # a variant of a choice, where a bare string is a kind
+        # in a variant of a choice a bare string is a kind
+        if "kind" in cls.model_fields:
             return made
         forms = (getattr(item, "pattern", None) for item in cls.model_fields["function"].metadata)
         bare = {"type": "string", "pattern": next(filter(None, forms)), "title": "import path"}
@@ -38,7 +39,7 @@ class UserFunction(Section):
 
 
 def listed(value: Any) -> Any:
-    """A mapping of names to functions as the list that it stands for."""
+    """Turn a mapping of names to functions into a list of named functions."""
     if not isinstance(value, Mapping):
         return value
     return [

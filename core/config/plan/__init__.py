@@ -1,4 +1,4 @@
-"""What a configuration comes to: numbers, layout, memory and disk, before anything runs."""
+"""The plan of a run before anything starts: numbers, layout, memory and disk."""
 
 from millrace.core.config.plan.disk import weights_on_disk as weights_on_disk
 from millrace.core.config.plan.layout import Layout as Layout

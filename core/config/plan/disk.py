@@ -25,7 +25,7 @@ def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]
 
 
 def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
-    """Checkpoints and exports: what the run surely writes. A checkpoint goes when a later one is whole."""
+    """Checkpoints and exports, which every run writes. A checkpoint is deleted when a later one is complete."""
     if config.pipeline.rollouts_only:
         return []
     width = 2 if config.dtype == "bfloat16" else 4

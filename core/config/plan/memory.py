@@ -77,7 +77,7 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
 
 
 def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[Part]:
-    """What ranks on GPUs keep in the memory of their hosts, of all ranks together. Empty where there is no trainer, or it is on the CPU."""
+    """Host memory that ranks on GPUs use, of all ranks together. Empty without a trainer, or with a trainer on the CPU."""
     if layout.device != "cuda" or not layout.world_size:
         return []
     weights, states = saved_bytes(config, shape)
@@ -90,7 +90,7 @@ def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[
 
 
 def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
-    """Bytes of what is trained: its weights, and the optimizer's state. A checkpoint holds both."""
+    """Bytes of the trained weights, and of the optimizer's state. A checkpoint holds both."""
     width = 2 if config.dtype == "bfloat16" else 4
     critic = critic_shape(config, shape)
     trained = shape.parameters + (critic.parameters if critic else 0)
@@ -98,7 +98,7 @@ def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
 
 
 def critic_shape(config: RunConfig, policy: Architecture) -> Architecture | None:
-    """The critic's sizes; None without a critic. Those of the policy too where its folder cannot be read yet."""
+    """The critic's sizes; None without a critic. The policy's sizes, if the critic's folder cannot be read yet."""
     critic = config.algorithm.critic
     if critic is None or critic.path is None:
         return policy if critic else None
@@ -118,10 +118,11 @@ def _teacher(config: RunConfig, width: int) -> int:
 
 
 def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
-    """What a layer keeps of each token for the backward pass, of every layer and pack that is on its way."""
+    """Activations kept for the backward pass, of all layers and of all packs in flight."""
     p, recompute = config.trainer.parallel, config.trainer.recompute
     layers, tokens = max(layers_of_stages(config, shape.layers)), config.trainer.max_pack_tokens
-    in_flight = p.pipeline  # packs that a first stage holds
+    # the first stage holds a pack for each stage
+    in_flight = p.pipeline
     times, ffn = (shape.experts_used, shape.expert_ffn) if shape.experts else (1, shape.ffn)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     streams = 4 * shape.hidden  # two residual sums and their norms

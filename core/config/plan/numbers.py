@@ -11,7 +11,7 @@ from millrace.core.retention import checkpoints_to_drop, due
 
 @dataclass(frozen=True)
 class Numbers:
-    """What one iteration does, and how many there are."""
+    """Numbers of one iteration, and of iterations."""
 
     iterations: int
     prompts: int
@@ -29,8 +29,8 @@ class Numbers:
     prompt_tokens: int
     response_tokens: int
     pack_tokens: int
-    samples_a_pack: int  # of the longest
-    chunk_groups: int | None  # whose passes are made together; None: passes are made of the whole batch
+    samples_a_pack: int  # samples of the greatest length
+    chunk_groups: int | None  # groups whose passes are made together; None: the whole batch
     evaluations: int
     evaluated_samples: str
     checkpoints: list[int] = field(default_factory=list)

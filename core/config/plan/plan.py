@@ -16,7 +16,7 @@ from millrace.core.model_folder.config_file import read_hf_config
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole; memory and disk are empty where the model is not there yet."""
+    """The plan of a run; memory and disk are empty if the model is not there yet."""
 
     run: str
     numbers: Numbers
@@ -30,12 +30,13 @@ class Plan:
 
 
 def make_plan(config: RunConfig, gpus: int | None = None) -> Plan:
-    """The plan of a configuration that was checked. gpus: those of this host; looked up when not given."""
+    """The plan of a checked configuration. gpus: number on this host; looked up when not given."""
     layout = layout_of(config, visible_gpus() if gpus is None else gpus)
     numbers = numbers_of(config)
     try:
         shape = architecture(read_hf_config(config.model.path))
-    except ConfigError:  # run.prepare makes it
+    # run.prepare makes the model's folder
+    except ConfigError:
         shape = None
     root = f"{config.storage.root.rstrip('/')}/{config.run.name}"
     return Plan(

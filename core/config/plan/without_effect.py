@@ -1,6 +1,6 @@
-"""Which fields of a configuration act on nothing in the run that it describes, and why. Pure.
+"""Which fields of a configuration have no effect in its run, and why. Pure.
 
-A field that is set and ignored is no error: `millrace check` names it with the reason. What makes no sense is refused by
+A field that is set and ignored is no error: `millrace check` names it with the reason. Contradictions are refused by
 millrace.core.config.rules. A test computes this table for every field in every mode.
 """
 
@@ -25,17 +25,17 @@ SOURCE, HELD_OUT = "data.sources.*", "evaluation.sets.*"
 
 @dataclass(frozen=True)
 class Idle:
-    """Fields that act on nothing under a condition. A name stands for everything below it."""
+    """Fields without effect under a condition. A name includes everything below it."""
 
     because: str
     when: Callable[[RunConfig], bool]
     fields: str
-    but: str = ""  # below them, what acts nevertheless
+    but: str = ""  # exceptions below them, which act nevertheless
 
 
 @dataclass(frozen=True)
 class IdleOfItem:
-    """The same of each source or held-out set. fields: of the item."""
+    """Fields of a source or held-out set without effect under a condition."""
 
     because: str
     when: Callable[[RunConfig, Any], bool]  # the item is a Source or an EvalSet, as `of` says
@@ -143,7 +143,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
     Idle(
         "with pipeline.rollouts_from samples and rewards are those that the other run stored",
         _takes_rollouts,
-        # of these sections what is not here must be as in the other run
+        # fields of these sections that are not listed must be as in the other run
         "rollout.max_concurrency rollout.shards rollout.part_groups rollout.flush_tokens rollout.progress_timeout_s "
         "rollout.attempts rollout.max_failed_share rollout.session.workers rollout.session.timeout_s "
         "rollout.session.rollout_timeout_s rollout.session.memory_mb rollout.session.max_processes "
@@ -314,16 +314,16 @@ BY_ENGINE = {  # of engines.kind=auto: what the other kind of engine reads
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A field that is set, and acts on nothing."""
+    """A field that is set without effect."""
 
     field: str
     because: str
 
 
 def no_effect(config: RunConfig, layout: Layout | None = None) -> list[NoEffect]:
-    """The fields that are not at their defaults and act on nothing, in the order of the sections.
+    """The fields that are set to other values than their defaults and have no effect, in the order of the sections.
 
-    layout: where the run's parts are, from which it follows what engines.kind=auto is.
+    layout: of the run; it tells what engines.kind=auto is.
     """
     return [
         NoEffect(path, reason)
@@ -353,14 +353,14 @@ def idle_because(config: RunConfig, path: str, layout: Layout | None = None) -> 
 
 
 def set_fields(config: RunConfig) -> Iterator[str]:
-    """The paths of the fields that are not at their defaults, where those of `algorithm` are its preset's."""
+    """The paths of the fields that are not at their defaults. Defaults of `algorithm` are its preset's."""
     sections = {name: getattr(config, name) for name in RunConfig.model_fields}
     defaults = {"algorithm": Algorithm.model_validate({"preset": config.algorithm.preset})}
     yield from _set_below(sections, RunConfig.model_fields, defaults, "", config)
 
 
 def _set_fields(section: BaseModel, base: Any, above: str, config: RunConfig) -> Iterator[str]:
-    """Those of a section. base: a section of defaults, of another type where the section is optional or of another kind."""
+    """The set fields of a section. base: its defaults; of another type if the section is optional or of another kind."""
     model = type(section)
     usual = {name: getattr(base, name) for name in model.model_fields} if type(base) is model else {}
     if isinstance(section, EvalSet):

@@ -88,8 +88,8 @@ defaults; `engines.kind=embedded` takes it and keeps the other fields.
 """
 FUNCTIONS = """## functions
 
-A function of yours is named by its import path, with options that it gets as keyword arguments at every call. A bare
-import path is one without options. [extending.md](extending.md) shows what each function gets and returns.
+Your function is named by its import path, with options that it gets as keyword arguments at every call. A bare
+import path has no options. [extending.md](extending.md) shows what each function gets and returns.
 
 ```yaml
 filter:
@@ -124,7 +124,7 @@ def page() -> str:
 
 
 def _section(path: str, field: FieldInfo, above: Restart | None = None) -> Iterator[str]:
-    """The section or choice that a field holds, and those below it. above: the decision on a restart of what holds it."""
+    """The section or choice that a field holds, and all below it. above: the restart decision of the section that holds it."""
     yield f"## {path}\n"
     menu, restart = menu_of(field), restart_of(field, above)
     if menu:
@@ -147,7 +147,7 @@ def _section(path: str, field: FieldInfo, above: Restart | None = None) -> Itera
 
 
 def options_tables() -> str:
-    """What is passed on to megatron-core: a section a class."""
+    """Options passed on to megatron-core: a section a class."""
     lines = []
     for table in (TRANSFORMER, OPTIMIZER, DDP):
         lines += [
@@ -193,7 +193,7 @@ def _row(path: str, name: str, field: FieldInfo, above: Restart | None, kinds: s
 
 
 def _may_change(field: FieldInfo, above: Restart | None) -> str:
-    """What may set the field otherwise; of a section whose fields differ in it, nothing."""
+    """The column "may change in" of a field; empty for a section whose fields differ in it."""
     restart = restart_of(field, above)
     if restart is None:
         return ""
@@ -203,7 +203,7 @@ def _may_change(field: FieldInfo, above: Restart | None) -> str:
 
 
 def _has_section(field: FieldInfo) -> bool:
-    """Whether a field's own fields are shown in a section; those of functions are shown once."""
+    """Whether a field's own fields are shown in a section; the fields of functions are shown once."""
     return any(model is not UserFunction for model in models(field.annotation))
 
 

@@ -1,7 +1,6 @@
-"""YAML files of a configuration: one, and those that it names as its `base`.
+"""YAML files of a configuration: a file and its chain of `base` files.
 
-A file with `base: other.yaml` holds what differs from that file, whose path is relative to its own folder. So are the other
-paths in a file.
+A file with `base: other.yaml` holds the differences from that file. Paths in a file are relative to its folder, `base` too.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Values = dict[str, Any]
 
 
 def read_files(path: str, chain: Sequence[Path] = ()) -> Values:
-    """The values of a file over those of its base, without short forms.
+    """The values of a file over its base's values, without short forms.
 
     chain: the files that led here. Raises ConfigError naming the chain when a base is missing or comes a second time.
     """
@@ -44,7 +43,7 @@ def read_files(path: str, chain: Sequence[Path] = ()) -> Values:
 
 
 def parse_values(text: str, name: str = "the configuration", chain: Sequence[Path] = ()) -> Values:
-    """The values of a text over those of its base. `name` stands in errors, which are ConfigErrors with line and column."""
+    """The values of a text over its base's values. `name` stands in errors, which are ConfigErrors with line and column."""
     try:
         values = parse(text)
     except yaml.MarkedYAMLError as error:

@@ -1,4 +1,4 @@
-"""pydantic's findings in words that name field, value and remedy. Pure."""
+"""Turns pydantic's errors into problems that name field, value and remedy. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from millrace.core.config.reading.stored import NEW_FIELDS
 from millrace.core.config.run_config import RunConfig
 from millrace.core.contracts.references import WHOLE
 
-ITEM_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")  # another text may hold a secret
+# any other text may hold a secret
+ITEM_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")
 IMPORT_PATH = "write it as package.module:function"
 REASONS = {
     "literal_error": "not a choice",
@@ -37,13 +38,13 @@ REASONS = {
 NAMES = {
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "use lower-case letters, digits, dots, hyphens and underscores, 63 at most",
     NAME: "use letters, digits, dots, hyphens and underscores, and not dots alone",
-    WHOLE: "export the secret under a name of yours and write ${env:NAME}, or ${prefect:BLOCK} for a Secret block of Prefect",
+    WHOLE: "export the secret under a name you choose and write ${env:NAME}, or ${prefect:BLOCK} for a Secret block of Prefect",
 }
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a finding is: its path without the kinds that pydantic puts into it, and the section that holds it."""
+    """The place of an error: its path without the kinds that pydantic adds, and the section that holds it."""
 
     parts: tuple[int | str, ...]
     section: type[BaseModel] | None  # None below a section's fields, in options
@@ -52,12 +53,12 @@ class Place:
 
     @property
     def path(self) -> str:
-        """Dotted."""
+        """The dotted path."""
         return ".".join(str(part) for part in self.parts)
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The path's last part."""
         return str(self.parts[-1]) if self.parts else ""
 
     @property
@@ -67,7 +68,7 @@ class Place:
 
 
 def place_of(loc: Sequence[int | str]) -> Place:
-    """The place of one of ValidationError.errors() by its loc."""
+    """The place of an item of ValidationError.errors() by its loc."""
     parts: list[int | str] = []
     section: type[BaseModel] | None = RunConfig
     choice, siblings = "", None
@@ -86,19 +87,20 @@ def place_of(loc: Sequence[int | str]) -> Place:
                 break
         elif field:
             section = next(iter(models(field.annotation)), None)
-            if len(models(field.annotation)) > 1 and len(rest) > 1:  # a number, and the section's tag
+            # pydantic adds an index and the section's tag
+            if len(models(field.annotation)) > 1 and len(rest) > 1:
                 parts.append(rest.pop(0))
                 section = _tagged(models(field.annotation), str(rest.pop(0)))
     return Place(tuple(parts), section, choice, siblings)
 
 
 def _tagged(sections: Sequence[type[BaseModel]], tag: str) -> type[BaseModel]:
-    """The section of a list of several kinds: the one that has a field named as the tag."""
+    """The section of a list of several kinds that has a field with the tag's name."""
     return next(section for section in sections if tag in section.model_fields)
 
 
 def as_problem(item: Mapping[str, Any]) -> Problem:
-    """One of ValidationError.errors() as a problem."""
+    """Turn an item of ValidationError.errors() into a problem."""
     place, value, kind, context = (
         place_of(item["loc"]),
         item.get("input"),
@@ -123,7 +125,7 @@ def as_problem(item: Mapping[str, Any]) -> Problem:
 def by_name(field: str, values: Any) -> str:
     """A field's path with the names of list items for their numbers: `data.sources.sums.path` for `data.sources.0.path`.
 
-    values: the configuration's mapping, or a section of it. A number stays where the item has no name of its own.
+    values: the configuration's mapping, or a section of it. A number stays if the item has no name.
     """
     shown: list[str] = []
     for part in field.split("."):
@@ -145,7 +147,7 @@ def _below(values: Any, part: str) -> Any:
 
 
 def all_fields(model: type[BaseModel] = RunConfig, above: str = "") -> dict[str, FieldInfo]:
-    """Every field of every section and variant by its dotted path; items of lists by [] in it."""
+    """Every field of every section and variant by its dotted path, with [] for items of lists."""
     fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         path = f"{above}.{name}" if above else name

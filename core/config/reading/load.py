@@ -1,7 +1,7 @@
 """A configuration from YAML files and `key=value` overrides, with every problem found at once.
 
-What does not parse is reported with its place; what parses is validated whole, and the rules between fields are applied
-to whatever part of it makes sense.
+Text that does not parse is reported with its place. The rest is validated whole, and the rules between fields are applied
+to every part of it that makes sense.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ STAND_INS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read: a configuration, and what is wrong with it.
+    """A configuration that was read, and its problems.
 
-    `config`: with problems it is what remains where wrong values are left out; None if that makes no configuration.
+    `config`: without the wrong values, if there are any; None if the rest makes no configuration.
     """
 
     config: RunConfig | None
@@ -47,7 +47,7 @@ class Reading:
 def load_config(path: str | None, overrides: Sequence[str] = (), text: str | None = None) -> RunConfig:
     """The configuration of a YAML file (or text) with overrides on top. Raises ConfigError naming every problem.
 
-    Relative paths in a file mean its folder, those in overrides and in a text the working directory.
+    Relative paths in a file mean its folder; relative paths in overrides and in a text mean the working directory.
     """
     reading = read_config(path, overrides, text)
     if reading.problems or reading.config is None:
@@ -56,7 +56,7 @@ def load_config(path: str | None, overrides: Sequence[str] = (), text: str | Non
 
 
 def read_config(path: str | None, overrides: Sequence[str] = (), text: str | None = None) -> Reading:
-    """The same, with the problems as a list. Raises ConfigError for a file that cannot be read or is not YAML."""
+    """Read a configuration, with its problems as a list. Raises ConfigError for a file that cannot be read or is not YAML."""
     if text is not None:
         values = parse_values(text, path or "the configuration")
     else:
@@ -88,7 +88,8 @@ def _validated(values: Values) -> tuple[RunConfig | None, list[Problem]]:
         _leave_out(rest, place, stand_in=True)
     try:
         config = RunConfig.model_validate(rest)
-        return config, problems + list(secrets.problems(config))  # before anything stores or prints it
+        # secrets are looked for before anything stores or prints the configuration
+        return config, problems + list(secrets.problems(config))
     except ValidationError as error:
         items = error.errors()
     problems += [as_problem(item) for item in items]

@@ -15,7 +15,7 @@ TEXT_SHOWN = 60
 def odd_values(
     values: Any, place: tuple[int | str, ...] = ()
 ) -> Iterator[tuple[tuple[int | str, ...], Problem]]:
-    """Each such value below `values`, by its place, options of user functions included."""
+    """Each value below `values` that no field can mean, by its place; options of user functions are included."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from odd_values(value, (*place, key))

@@ -55,7 +55,7 @@ def _set_item(items: list[Any], parts: Sequence[str], value: Any, above: Sequenc
 
 
 def _find(items: Sequence[Any], parts: Sequence[str], above: Sequence[str]) -> tuple[int, Sequence[str]]:
-    """Which item is meant, and the parts below it. Names may hold dots, so the longest that fits is taken."""
+    """The item that the key names, and the parts below it. Names may hold dots, so the longest name that fits is taken."""
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     for end in range(len(parts), 0, -1):
         name = ".".join(parts[:end])

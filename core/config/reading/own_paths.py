@@ -1,7 +1,7 @@
-"""Paths in a YAML file's values, made relative to where the command runs; and where the file's modules lie.
+"""Paths in a YAML file's values, made relative to the working directory; and the folder of the file's modules.
 
-Owns the rule that a relative path means the folder of the file that holds it. A recipe that ships with millrace has no folder
-of the user's: its paths mean the working directory.
+Owns the rule that a relative path means the folder of the file that holds it. A recipe that ships with millrace has no user
+folder: its paths mean the working directory.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ def folder_of(file: Path) -> str:
 
 
 def from_folder(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """The values with every path that a run reads as seen from the working directory. A `~` at its start is the home folder.
+    """The values with paths that a run reads made relative to the working directory. A leading `~` is the home folder.
 
-    folder: what relative paths mean now, empty for the working directory.
+    folder: the folder that relative paths mean now; empty for the working directory.
     """
     run = values.get("run")
-    made = isinstance(run, Mapping) and bool(run.get("prepare"))  # then what is missing is to be made
+    # run.prepare makes what is missing, so the path need not exist yet
+    made = isinstance(run, Mapping) and bool(run.get("prepare"))
     paths: dict[str, Any] = _section(values, RunConfig, folder, made)
     return paths
 
 
 def with_modules_of(values: dict[str, Any], folder: str, below: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with `folder`, and those of the files that they build on, in run.import_from, unless they name it themselves."""
+    """The values with run.import_from set to `folder` and the folders of their base files, unless they set it themselves."""
     run, base = values.get("run", {}), below.get("run", {})
     if not isinstance(run, Mapping) or not isinstance(base, Mapping) or "import_from" in run:
         return values
@@ -56,7 +57,7 @@ def with_modules_of(values: dict[str, Any], folder: str, below: Mapping[str, Any
 
 
 def path_from(folder: str, path: str, or_name: bool = False) -> str:
-    """A path as seen from the working directory. A name on Hugging Face stays, unless a folder is there."""
+    """A path made relative to the working directory. A name on Hugging Face stays, unless a folder is there."""
     if not path or "://" in path:
         return path
     path = os.path.expanduser(path)
@@ -67,7 +68,7 @@ def path_from(folder: str, path: str, or_name: bool = False) -> str:
 
 
 def is_name(path: str) -> bool:
-    """Whether it has the form of a model's name on Hugging Face: owner/name."""
+    """Whether a path has the form of a model's name on Hugging Face: owner/name."""
     return bool(NAME_ON_HUB.match(path))
 
 

@@ -6,7 +6,7 @@ through `lifted`, so that an older run is resumed, replayed, shown, verified and
 Records without a version are of version 1, whose fields were flat: each estimator and loss had the fields of all.
 
 `seed_name` is what seeds of samples are derived from besides run.seed: empty, so that runs of one configuration are equal
-under any names. Runs from before the field derived them from their names, and so they go on.
+under any name. Runs from before the field derived seeds from their names, and still do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from millrace.core.errors import ConfigError
 
 VERSION = 2
 
-NEW_FIELDS = {  # fields of version 1 that have another path since
+NEW_FIELDS = {  # fields of version 1 with another path today
     "filter.function": "filter.group_filter",
     "algorithm.shaping_function": "algorithm.shaping",
     "algorithm.advantage_function": "algorithm.advantage.function",
@@ -75,7 +75,8 @@ def _from_version_1(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         algorithm["loss"] = "function"
     if algorithm["advantage_function"] is not None:
         algorithm["advantage"] = "function"
-    if algorithm["aggregation"] == "per_rollout":  # which computed the same
+    # it computed the same
+    if algorithm["aggregation"] == "per_rollout":
         algorithm["aggregation"] = "sequence_mean"
     for choice in ("advantage", "loss"):
         algorithm[choice] = {"kind": algorithm[choice]}
@@ -94,7 +95,7 @@ def _from_version_1(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_packages(value: Any) -> Any:
-    """A copy in which import paths of our modules have today's package."""
+    """A copy in which import paths of millrace's modules have today's package."""
     if isinstance(value, Mapping):
         return {name: _with_packages(item) for name, item in value.items()}
     if isinstance(value, list):

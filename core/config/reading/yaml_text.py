@@ -16,14 +16,15 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 MAX_DEPTH = 50
-MAX_VALUES = 100_000  # with what stands for an alias
+# an alias counts all the values that it stands for
+MAX_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
     """Plain data only."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """As in yaml, but what Python makes no value of, such as the 32nd of a month, has a place too."""
+        """As in yaml, but a value that Python refuses, such as the 32nd of a month, is an error with its place."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, OverflowError) as error:
@@ -51,16 +52,16 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+01234567
 
 
 def parse(text: str) -> Any:
-    """The one document of a text. Raises yaml.YAMLError with the place of what is wrong."""
+    """The one document of a text. Raises yaml.YAMLError with the place of the error."""
     _check_size(text)
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
 def _check_size(text: str) -> None:
-    """Refuse a text by its events, before anything is built that is nested too deep or holds too many values."""
-    open_at: list[int] = []  # how many values came before each collection that is open
-    names: list[str | None] = []  # their anchors
-    sizes: dict[str, int] = {}  # of what an alias stands for
+    """Refuse a text that is nested too deep or holds too many values, by its events, before anything is built."""
+    open_at: list[int] = []  # values before each open collection
+    names: list[str | None] = []  # anchors of the open collections
+    sizes: dict[str, int] = {}  # values that an alias stands for
     count = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.CollectionEndEvent):

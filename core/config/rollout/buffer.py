@@ -11,7 +11,7 @@ from millrace.core.config.parts.user_function import UserFunction
 
 
 class Buffer(Section):
-    """Trained groups that are trained once more, in place of freshly drawn ones."""
+    """Trained groups that are trained once more, instead of freshly drawn ones."""
 
     share: float = Field(
         0.25,
@@ -22,17 +22,16 @@ class Buffer(Section):
     max_age: int = Field(
         4,
         ge=1,
-        description="A group is reused while the weights are at most so many versions ahead of those that generated it.",
+        description="A group is reused while the weights are at most this many versions newer than the weights that generated it.",
     )
     max_uses: int = Field(
         2,
         ge=2,
-        description="Times that a group is trained, the one by the iteration that generated it included.",
+        description="Times that a group is trained, including the first time.",
     )
     choose: Literal["first_in_first_out", "prioritised", "stratified"] = Field(
         "first_in_first_out",
-        description="Which groups are taken first: the oldest; those whose rewards differ most (largest standard deviation); "
-        "or in turn one of each stratum, the oldest first.",
+        description="Which groups are taken first: the oldest; groups whose rewards differ most (largest standard deviation); or one of each stratum in turn, the oldest first.",
     )
     strata: Literal["source", "reward"] = Field(
         "source",
@@ -40,10 +39,9 @@ class Buffer(Section):
     )
     buffer_filter: UserFunction | None = Field(
         None,
-        description="Function (millrace.BufferFilter) that gets the groups held, in the order of `choose`, and returns those "
-        "that may be taken, in the order in which they shall be.",
+        description="Function (millrace.BufferFilter) that gets the groups held, in the order of `choose`, and returns the groups to take, in their order.",
     )
 
     def wanted(self, prompts: int) -> int:
-        """Groups of an iteration that come from the buffer, where it holds enough. prompts: all of them."""
+        """Groups of an iteration that come from the buffer if it holds enough. prompts: all groups of the iteration."""
         return round(self.share * prompts)

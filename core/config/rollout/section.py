@@ -26,10 +26,7 @@ RESHAPING = (
 
 
 class Sampling(Section):
-    """How responses are sampled; names and meanings as in SGLang.
-
-    The fields from `min_new_tokens` on change the distribution that tokens are drawn from: for `evaluation.sets` alone.
-    """
+    """for `evaluation.sets` alone. => ; they are for `evaluation.sets` alone."""
 
     temperature: float = Field(1.0, ge=0, description="0 is greedy (evaluation only).")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
@@ -38,7 +35,7 @@ class Sampling(Section):
     max_new_tokens: int = Field(256, ge=1, description="Longest response. Tokens.")
     stop: list[str] = Field(
         [],
-        description="Strings that end a response. One that is a special token ends it as `stop_token_ids` does.",
+        description="Strings that end a response. A special token here acts as one of `stop_token_ids`.",
     )
     stop_token_ids: list[int] = Field(
         [], description="Token ids that end a response, besides the end-of-sequence token."
@@ -74,7 +71,7 @@ class Sampling(Section):
         1.0,
         gt=0,
         le=2,
-        description="Logits of tokens that were there before are divided by it, negative ones multiplied. Evaluation only.",
+        description="Logits of tokens that occurred before are divided by it, negative ones multiplied. Evaluation only.",
     )
     logit_bias: dict[int, float] = Field(
         {}, description="Added to the logits of these token ids. Evaluation only."
@@ -102,7 +99,7 @@ class Sampling(Section):
     def reshaping(self) -> dict[str, Any]:
         """The fields that change the logits before a token is drawn.
 
-        The engine reports log-probabilities of the changed distribution; the trainer computes those of the policy.
+        The engine reports log-probabilities of the changed distribution; the trainer computes the policy's.
         """
         return {name: value for name, value in self.given.items() if name in RESHAPING}
 
@@ -113,7 +110,7 @@ class Sampling(Section):
 
     @property
     def request(self) -> dict[str, Any]:
-        """`sampling_params` of a request: what every engine knows, and of the other fields those that are given."""
+        """`sampling_params` of a request: the fields that every engine knows, and the other fields that are set."""
         given = self.given
         return {
             **{name: getattr(self, name) for name in ALWAYS},
@@ -165,8 +162,7 @@ class Rollout(Section):
     flush_tokens: Annotated[int | None, ANY_START] = Field(
         None,
         ge=16,
-        description="Most tokens of an answer under way that are generated again after a kill: what there is of it is stored "
-        "meanwhile, and it goes on from there. null: answers are stored whole. For answers of many thousand tokens; 2048, say.",
+        description="Most tokens of an unfinished answer that are generated again after a kill: answers are stored in parts while they are generated, and continue from the last part. null: answers are stored whole. For answers of many thousand tokens; 2048, say.",
     )
     progress_timeout_s: Annotated[float, ANY_START] = Field(
         600,
@@ -182,10 +178,10 @@ class Rollout(Section):
 
     @property
     def longest_response(self) -> int:
-        """Most tokens after a prompt: of the answer, or of the whole dialogue."""
+        """Most tokens after a prompt, for an answer or a whole dialogue."""
         return self.session.max_tokens if self.session else self.sampling.max_new_tokens
 
     @property
     def longest_response_field(self) -> str:
-        """The field that sets it."""
+        """The field that sets the longest response."""
         return "rollout.session.max_tokens" if self.session else "rollout.sampling.max_new_tokens"

@@ -1,4 +1,4 @@
-"""Rollouts of several turns, with functions, environments and tools of yours."""
+"""Rollouts of several turns, with your functions, environments and tools."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ class Tool(UserFunction):
     """A function that the policy may call, described to it by its type hints and docstring."""
 
     name: str = Field(
-        "", pattern=r"^[A-Za-z0-9_-]*$", description="What the model calls it; empty: the function's name."
+        "",
+        pattern=r"^[A-Za-z0-9_-]*$",
+        description="The name that the model sees; empty: the function's name.",
     )
 
 
 class NamedRollout(UserFunction):
     """A function that makes the rollouts of the rows that name it."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$", description="What rows have in `metadata.rollout`.")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_-]+$", description="The name that rows have in `metadata.rollout`."
+    )
 
 
 class McpServer(Section):
-    """A server of the Model Context Protocol: one that is started by a command, or one that runs at a URL."""
+    """A server of the Model Context Protocol, started by a command or running at a URL."""
 
     command: list[str] = Field(
         [], description="Program and arguments; started once in each process of rollouts. Empty: see url."
@@ -35,7 +39,7 @@ class McpServer(Section):
     url: str | None = Field(
         None,
         pattern=r"^https?://",
-        description="Address of a server that runs already (streamable HTTP). null: see command.",
+        description="Address of a running server (streamable HTTP). null: see command.",
     )
     env: dict[str, str] = Field(
         {},
@@ -65,7 +69,7 @@ class McpTools(Section):
 
     @property
     def name(self) -> str:
-        """None of its own: each tool has the server's."""
+        """None: each tool has the name that the server gives it."""
         return ""
 
 
@@ -77,16 +81,16 @@ def _kind_of_tool(value: Any) -> str:
 AnyTool = Annotated[
     Annotated[Tool, Tag("function")] | Annotated[McpTools, Tag("mcp")], Discriminator(_kind_of_tool)
 ]
-"""What the policy may call: a function, or the tools of a server where `mcp` is given."""
+"""What the policy may call: a function, or with `mcp` the tools of a server."""
 
 
 class Session(Section):
-    """How one rollout goes on: by a function, in an environment, or by calls of tools alone."""
+    """How one rollout continues: by a function, in an environment, or by calls of tools alone."""
 
     function: UserFunction | None = Field(None, description="Makes a rollout (millrace.RolloutFunction).")
     named: Annotated[list[NamedRollout], BeforeValidator(listed)] = Field(
         [],
-        description="Functions that rows name: a row whose `metadata.rollout` is a name here is made by that function, in place of what makes the others.",
+        description="Functions that rows name: a row whose `metadata.rollout` is a name here is made by that function, instead of `function`, `environment` or `tools`.",
     )
     environment: UserFunction | None = Field(
         None, description="Makes an environment for each rollout (millrace.Environment)."
@@ -98,7 +102,7 @@ class Session(Section):
     max_tokens: int = Field(
         2048,
         ge=1,
-        description="Longest dialogue after the prompt: turns and what was observed between them. Tokens.",
+        description="Longest dialogue after the prompt: turns and the observations between them. Tokens.",
     )
     history: Literal["exact", "append"] = Field(
         "exact",
@@ -125,9 +129,7 @@ class Session(Section):
         ge=1,
         description="Processes that one process of rollouts may start; beyond it is ended. On Linux.",
     )
-    max_rollouts: Annotated[int, ANY_START] = Field(
-        512, ge=1, description="Rollouts that are under way at once."
-    )
+    max_rollouts: Annotated[int, ANY_START] = Field(512, ge=1, description="Rollouts that run at once.")
     max_calls: Annotated[int, ANY_START] = Field(
-        256, ge=1, description="Calls of tools and steps of environments that are under way at once."
+        256, ge=1, description="Calls of tools and steps of environments that run at once."
     )

@@ -1,6 +1,6 @@
-"""What fields demand of each other. Each module has the rules whose remedy changes its section; they need only values.
+"""Rules between fields. Each module has the rules whose remedy changes its section. Rules look at values only.
 
-What a configuration names (files, functions, servers) is looked at by millrace.flows.preflight.
+Files, functions and servers that a configuration names are checked by millrace.flows.preflight.
 """
 
 from millrace.core.config.rules.all_rules import problems as problems

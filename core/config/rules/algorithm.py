@@ -237,8 +237,9 @@ def _kl(a: Algorithm) -> Iterator[Problem]:
 
 
 def unweighed(a: Algorithm, cause: str) -> Iterator[Problem]:
-    """Tokens of older weights that would be trained as if the current ones had sampled them. cause: what brings them."""
-    if a.correction.max_token_age == 0:  # none of them is trained
+    """Tokens of older weights that would be trained as if the current weights had sampled them, due to `cause`."""
+    # then no such token is trained
+    if a.correction.max_token_age == 0:
         return
     against_sampler = a.old_logprobs == "rollout" and a.loss.kind != "reinforce"
     if a.correction.kind == "none" and not against_sampler and a.loss.kind != "function":
@@ -321,7 +322,8 @@ def truncated_sampling(algorithm: Algorithm, sampling: Sampling) -> list[Problem
     """Truncated sampling together with ratios against the engine's log-probabilities.
 
     The engine's log-probabilities are of the full softmax at the sampling temperature. Under top-p, top-k or min-p tokens
-    come from a renormalised part of it, so that a ratio against them is not one of the distribution that was sampled.
+    come from a renormalised part of it, so that a ratio against the full softmax is not a ratio of the sampled
+    distribution.
     """
     c = algorithm.correction
     against_engine = (

@@ -28,7 +28,7 @@ def problems(config: RunConfig) -> list[Problem]:
 
 
 def between_fields(config: RunConfig) -> list[Problem]:
-    """The same without the look at each value for a secret."""
+    """All problems between fields, without the search of each value for a secret."""
     return [
         *trainer.problems(config),
         *rollout.problems(config),

@@ -27,7 +27,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _keep_best(config: RunConfig) -> Iterator[Problem]:
-    """A metric that no evaluation makes, or makes at no iteration that is saved before the last."""
+    """A metric that no evaluation makes, or that no evaluation makes at an iteration saved before the last."""
     c, e = config.checkpoint, config.evaluation
     if c.keep_best is None:
         return

@@ -34,7 +34,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def loss_problems(field: str, source: Source | EvalSet, supervised: bool) -> Iterator[Problem]:
-    """What has no loss: in RL whole dialogues, in supervised training rows without an answer. And what then does nothing."""
+    """Sources without a loss (dialogues in RL, rows without an answer in supervised training), and idle settings."""
     if supervised and source.sampling_key:
         yield Problem(
             f"{field}.sampling_key",
@@ -75,7 +75,7 @@ def loss_problems(field: str, source: Source | EvalSet, supervised: bool) -> Ite
 
 
 def _origin(source: Source) -> Iterator[Problem]:
-    """Where a source's rows come from: files or a function."""
+    """Sources whose rows come from both files and a function, or from neither."""
     field = f"data.sources.{source.name}"
     if source.path and source.rows:
         yield Problem(
@@ -87,7 +87,7 @@ def _origin(source: Source) -> Iterator[Problem]:
         yield Problem(
             f"{field}.path",
             None,
-            "nothing says where the rows come from",
+            "nothing names the source of the rows",
             "set it, or name a function in `rows`",
         )
     if source.levels and source.rows is None:
@@ -95,8 +95,7 @@ def _origin(source: Source) -> Iterator[Problem]:
             f"{field}.levels",
             None,
             "a file has no levels",
-            "name a function in `rows` that makes the rows of a level, or give each level's file a source of its own, "
-            "and data.stages",
+            "name a function in `rows` that makes the rows of a level, or give each level's file its own source, and data.stages",
         )
 
 
@@ -154,7 +153,7 @@ def template_problems(field: str, source: Source | EvalSet) -> Iterator[Problem]
 
 
 def file_problems(field: str, path: str) -> Iterator[Problem]:
-    """A path that ends in what is no slice, or names a file of a format that is not read."""
+    """A path that ends in an invalid slice, or names a file of a format that is not read."""
     try:
         files = source_path(path).files
     except ValueError as error:

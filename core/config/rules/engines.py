@@ -23,7 +23,7 @@ WITHOUT_HANDOFF = ("STANDALONE", "NGRAM")
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """What the engines cannot do together, or with the rest of the configuration."""
+    """Settings of engines that contradict each other, or the rest of the configuration."""
     yield from _kv_cache(config)
     if config.engines.kind == "external":
         yield from _external(config, config.engines)

@@ -106,7 +106,7 @@ def option_problems(
     refused: Mapping[str, str],
     elsewhere: Mapping[str, str],
 ) -> Iterator[Problem]:
-    """Upstream options that may not stand there: millrace's own, refused ones, and those that another field sets."""
+    """Upstream options that `place` may not set: millrace's own, refused ones, and options that another field sets."""
     for name, value in options.items():
         field = f"{place}.{name}"
         if name in owned:

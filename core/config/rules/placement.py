@@ -10,7 +10,7 @@ from millrace.core.pipeline.sharding import INSTEAD, in_shards, not_in_shards
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Trainer and engines that cannot share GPUs, and runs that cannot be cut into shards."""
+    """Trainer and engines that cannot share GPUs, and runs that cannot be split into shards."""
     e = config.engines
     if config.placement.task_runner == "ray":
         for field, reason in not_in_shards(config).items():

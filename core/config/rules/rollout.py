@@ -1,4 +1,4 @@
-"""Rules of `rollout`; those of its sampling are in `sampling`."""
+"""Rules of `rollout`; rules of its sampling are in `sampling`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _flush(config: RunConfig) -> Iterator[Problem]:
-    """Segments of answers that nothing would store, or that a router would not ask for."""
+    """Storing answers in segments, if turns or a router make that impossible."""
     tokens = config.rollout.flush_tokens
     if tokens is None:
         return
@@ -49,7 +49,7 @@ def _flush(config: RunConfig) -> Iterator[Problem]:
 
 
 def _buffer(config: RunConfig) -> Iterator[Problem]:
-    """A buffer that would give no group, or all, or whose groups would be trained as if the policy had sampled them."""
+    """A buffer that gives no group or all, or whose groups would be trained as if the current policy had sampled them."""
     buffer, prompts, a = config.rollout.buffer, config.rollout.prompts, config.algorithm
     if buffer is None:
         return
@@ -80,7 +80,7 @@ def _buffer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _session(config: RunConfig) -> Iterator[Problem]:
-    """A session that nothing drives, or two things do; one that is never run; names of tools that clash."""
+    """A session with no driver, or with two; a session that never runs; tools with the same name."""
     session = config.rollout.session
     if session is None:
         return

@@ -1,13 +1,13 @@
 """Rules of `rollout.sampling` and of the samplings of `evaluation`.
 
-Which of the fields training stands: an engine's log-probability is log_softmax(logits / temperature), after penalties, bias,
+Which fields training allows: an engine's log-probability is log_softmax(logits / temperature), after penalties, bias,
 least length and grammar have changed the logits, and before top-k, top-p and min-p cut the distribution.
 
     stops, ignore_eos, skip_special_tokens   the distribution is the policy's
-    top_k, top_p, min_p                      the log-probability is the policy's, not that of what was drawn:
+    top_k, top_p, min_p                      the log-probability is the policy's, not of the distribution drawn from:
                                              `millrace.core.config.rules.algorithm.truncated_sampling`
-    Sampling.reshaping                       the log-probability is of what was drawn, not the policy's, so that trainer and
-                                             engine cannot be compared: refused in rollouts that train
+    Sampling.reshaping                       the log-probability is of the distribution drawn from, not the policy's:
+                                             trainer and engine cannot be compared, so rollouts that train refuse it
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNROUTED = ("stop_regex", "logit_bias")
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Sampling parameters that yield nothing, that the engines lack, or that training cannot stand."""
+    """Sampling parameters that yield nothing, that the engines lack, or that training does not allow."""
     for place, sampling in config.samplings:
         yield from _contents(place, sampling)
         yield from _engines(config, place, sampling)
@@ -115,7 +115,7 @@ def _engines(config: RunConfig, place: str, sampling: Sampling) -> Iterator[Prob
 
 
 def _sessions(config: RunConfig, place: str, sampling: Sampling) -> Iterator[Problem]:
-    """What a rollout of several turns has no place for."""
+    """Sampling fields that a rollout of several turns does not support."""
     if config.rollout.session is None:
         return
     if sampling.ignore_eos:

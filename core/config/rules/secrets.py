@@ -1,4 +1,4 @@
-"""Rules of secrets: none stands in a configuration, which is stored with the run, in Prefect and in MLflow."""
+"""Rules of secrets: a configuration may hold none, because it is stored with the run, in Prefect and in MLflow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace.core.config.parts.restart import decided
 from millrace.core.config.run_config import RunConfig
 
 STORED = "a configuration is stored with the run, in Prefect and in MLflow, and a secret must not be"
-EXPORT = "export it under a name of yours and write ${env:NAME}, or save it as a Secret block of Prefect and write ${prefect:BLOCK}"
+EXPORT = "export it under a name you choose and write ${env:NAME}, or save it as a Secret block of Prefect and write ${prefect:BLOCK}"
 TAKEN = "options of your functions, env and headers of an MCP server, engines.key and algorithm.teacher_server.key"
 URL_REMEDY = {
     "tracking.uri": "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD",
@@ -27,7 +27,7 @@ STORE = "leave it out: credentials of storage come from the environment, such as
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Secrets in URLs and options, and references where nothing replaces them."""
+    """Secrets in URLs and options, and references in fields that are not resolved."""
     for path, value, _ in decided(config):
         yield from _problems(path, value, path)
 
@@ -54,7 +54,7 @@ def _problems(path: str, value: Any, field: str) -> Iterator[Problem]:
 
 
 def is_replaced(field: str) -> bool:
-    """Whether references are replaced in a field's value."""
+    """Whether references in a field's value are replaced."""
     if field.startswith("engines."):
         return field == "engines.key"
     return field == "algorithm.teacher_server.key" or field.endswith((".options", ".mcp.env", ".mcp.headers"))

@@ -9,12 +9,12 @@ from millrace.core.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Storage that only one process would see."""
+    """Storage that only one process can see."""
     yield from memory_only("storage.root", config.storage.root)
 
 
 def memory_only(field: str, place: str | None) -> Iterator[Problem]:
-    """A place in the memory of one process."""
+    """A memory:// path, which other processes cannot see."""
     if place and place.startswith("memory://"):
         yield Problem(
             field,

@@ -10,7 +10,7 @@ from millrace.core.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Transports that trainer and engines do not have in common."""
+    """Transports that trainer and engines do not share."""
     colocate, e = config.placement.colocate, config.engines
     yield from memory_only("sync.directory", config.sync.directory)
     if config.sync.kind == "ipc" and not colocate:
@@ -47,7 +47,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _compared(config: RunConfig) -> Iterator[Problem]:
-    """A comparison of engines and trainer that says nothing: engines tell log-probabilities of a prompt at temperature 1."""
+    """A comparison of engines and trainer that is meaningless: engines score prompts at temperature 1 only."""
     gap, temperature = config.sync.max_prompt_gap, config.rollout.sampling.temperature
     if gap is None:
         return

@@ -115,7 +115,7 @@ def _store_logprobs(config: RunConfig) -> Iterator[Problem]:
 
 
 def _schedule(config: RunConfig, field: str, s: Schedule, of_peak: str, peak: float) -> Iterator[Problem]:
-    """A schedule that ends above its peak, or before its warm-up does."""
+    """A schedule that ends above its peak, or before its warm-up ends."""
     if s.min_lr > peak:
         yield Problem(
             f"{field}.min_lr", s.min_lr, f"it is above {of_peak} = {peak:g}", "lower it, or raise the peak"

@@ -1,4 +1,4 @@
-"""Rules of `pipeline.eager`: what needs the whole batch before the first backward pass, or more than one step."""
+"""Rules of `pipeline.eager`: settings that need the whole batch before the first backward pass, or more than one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """What passes cannot be made early with."""
+    """Settings that pipeline.eager cannot be combined with."""
     p, prompts = config.pipeline, config.rollout.prompts
     if not p.eager:
         if p.eager_groups is not None:
@@ -31,13 +31,13 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "pipeline.eager_groups",
             p.eager_groups,
-            f"with rollout.prompts = {prompts} groups the batch would be one chunk, and nothing could begin early",
+            f"with rollout.prompts = {prompts} groups the batch would be one chunk, and nothing could start early",
             f"set it to {prompts - 1} or less" if prompts > 1 else "raise rollout.prompts",
         )
 
 
 def _mode(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Where trainer and engines do not work at once, or which groups are trained is known at the end."""
+    """Modes in which trainer and engines do not work at once, or the trained groups are known at the end only."""
     p = config.pipeline
     if config.placement.colocate:
         yield (
@@ -90,8 +90,7 @@ def _trainer(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "the batch is trained in several passes (trainer.passes)", "set trainer.passes=1"
     if config.steps_per_pass > 1:
         yield (
-            f"an iteration makes {config.steps_per_pass} optimizer steps (trainer.global_batch), and the later ones "
-            "begin with other weights",
+            f"an iteration makes {config.steps_per_pass} optimizer steps (trainer.global_batch), and the later ones begin with other weights",
             "set trainer.global_batch=null",
         )
     for name in ROUTER_LOSSES:

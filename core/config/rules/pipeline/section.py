@@ -64,13 +64,13 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "pipeline.ahead",
             p.ahead,
             "on shared GPUs (placement.colocate) the engines sleep while the trainer works",
-            "set placement.colocate=false and give the engines GPUs of their own, or set it to 0: "
+            "set placement.colocate=false and give the engines separate GPUs, or set it to 0: "
             "pipeline.select=finish with max_staleness=1 shortens the wait for long answers there",
         )
 
 
 def _rollouts_only(config: RunConfig) -> Iterator[Problem]:
-    """What needs a trainer, in a run that has none."""
+    """Settings that need a trainer, in a run without one."""
     p, a = config.pipeline, config.algorithm
     if not p.rollouts_only:
         return
@@ -110,7 +110,7 @@ def _rollouts_only(config: RunConfig) -> Iterator[Problem]:
 
 
 def _rollouts_from(config: RunConfig) -> Iterator[Problem]:
-    """What needs engines, or decides what is generated, in a run that trains on another's rollouts."""
+    """Settings that need engines, or decide what is generated, in a run that trains on another run's rollouts."""
     p = config.pipeline
     if p.rollouts_from is None:
         return
@@ -151,7 +151,7 @@ def _rollouts_from(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sync_every(config: RunConfig) -> Iterator[Problem]:
-    """What needs the newest weights in the engines between two syncs, or could not bring the last ones there again."""
+    """Settings that between two syncs need the newest weights in engines, or could not restore the last sync's."""
     p, every = config.pipeline, config.pipeline.sync_every
     if every == 1:
         return
@@ -196,7 +196,7 @@ def _sync_every(config: RunConfig) -> Iterator[Problem]:
 
 
 def _oversample(config: RunConfig) -> Iterator[Problem]:
-    """Groups in reserve that could not be ended, or that pipeline.reserve begins already."""
+    """filter.oversample with rollouts that cannot be ended, or beside pipeline.reserve."""
     if config.pipeline.select == "finish":
         why, remedy = (
             "with pipeline.select=finish it is pipeline.reserve that says how many groups begin",
