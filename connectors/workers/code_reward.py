@@ -1,15 +1,15 @@
 """A reward for programs: the response's last fenced code block, or all of it, is run against the row's tests, in the sandbox.
 
-Owns which programs are run and what their ends mean. What a row may hold is in millrace.core.rewards.code.cases.
+Owns which programs run and how their exits are scored. What a row may hold is in millrace.core.rewards.code.cases.
 
-What an answer cannot do: end its process early, print a mark of success, or return an object that equals everything, and pass.
-What is expected is never in a process that runs the answer: outputs are compared here, and asserts run in another process,
-which has the answer's results as plain values, and writes its verdict where nothing else is printed. A process that does not
-end by itself and well gives no result and no verdict, whatever it has written. An answer's process does not see
-arguments of later cases either, but for asserts, whose calls are made in one process.
+An answer cannot pass by ending its process early, printing a mark of success, or returning an object that equals everything.
+The process that runs the answer never holds the expected values: outputs are compared here, and asserts run in another process.
+That process has the answer's results as plain values, and writes its verdict to a separate channel. A process that crashes or
+exits with an error gives no result and no verdict, even if it wrote one. An answer's process does not see the arguments of
+later cases either, except with asserts: one process makes all of their calls.
 
-Does not protect against: an answer that recognises the arguments of tests that it has seen in training and returns what was
-right then; tests that are wrong, or too few; what the sandbox itself does not (millrace.connectors.workers.sandbox).
+Does not protect against an answer that memorised the tests during training, against wrong or too few tests, or against what
+the sandbox itself lets through (millrace.connectors.workers.sandbox).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from millrace.core.rewards.code.cases import Asserts, Call, Case, Tests, tests_o
 from millrace.core.rewards.code.programs import ANSWER, ASSERTS
 
 Ended = Literal["passed", "wrong", "raised", "timed_out", "out_of_memory", "too_much_output"]
-CODE = "{code}"  # its place in a template
+CODE = "{code}"  # the placeholder in a template
 OUTCOMES: tuple[Ended, ...] = get_args(Ended)
 
 
@@ -47,14 +47,15 @@ def code(
 ) -> RewardResult:
     """1 if the code passes all tests of the row, else 0; with score="share" the share of tests that it passes.
 
-    fenced: the code is the last closed block, whose fences are CommonMark's; else it is the whole response without the space around it. template: the program,
-    with {code} where the code stands: imports before it, or a function around it. timeout_s: of one program; total_s: of all
-    of them, after which the tests that are left count as timed out. memory_mb, output_bytes: of one program. max_tests: the
-    first of the row's alone. unfenced: run programs also where the kernel lacks a layer of the sandbox's fence.
-    Parts: `tests`, `no_code` (1 without any), and how many ended in each way; with score="all" the first that does not
-    pass is the last that is run.
-    Errors: DataError of a row whose tests cannot be used; ConfigError of options, and of a host without the fence; MillraceError
-    where no sandbox can be started.
+    fenced: the code is the last closed CommonMark block; if False, it is the whole response, stripped.
+    template: the program, with {code} for the answer's code, such as imports before it or a function around it.
+    timeout_s, memory_mb, output_bytes: limits of one program. total_s: limit of all together; the remaining tests then
+    count as timed out. max_tests: use only this many of the row's tests, from the first.
+    unfenced: run programs even if the kernel lacks a layer of the sandbox's fence.
+    Parts: `tests`, `no_code` (1 if the response has no code), and the number of tests by outcome. With score="all" the
+    first test that fails is the last one run.
+    Errors: DataError if the row's tests cannot be used; ConfigError for the options, or if the host has no fence;
+    MillraceError if no sandbox can be started.
     """
     if score not in ("all", "share"):
         raise ConfigError(
@@ -116,7 +117,7 @@ class _Sandbox:
         self._deadline = time.monotonic() + total_s
 
     def run(self, program: str, given: str, channel: bool = False) -> SandboxOutcome | None:
-        """How it ended; None if there is no time left."""
+        """Run one program and return its outcome; None if there is no time left."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             return None
@@ -129,9 +130,9 @@ class _Sandbox:
         )
 
     def call(self, program: str, calls: list[list[Any]]) -> tuple[list[str | None], Ended]:
-        """What the answer says of each call, [name, arguments, keyword arguments], encoded; and how it ended.
+        """Make each call, [name, arguments, keyword arguments], of the answer; return the encoded results and how the process ended.
 
-        It says nothing if it did not end well: what it wrote before that is no result.
+        All results are None if the process failed: what it wrote before that does not count.
         """
         outcome = self.run(ANSWER, json.dumps({"code": program, "calls": calls}), channel=True)
         fault = _fault(outcome)
@@ -168,22 +169,24 @@ def _call(sandbox: _Sandbox, program: str, call: Call) -> Ended:
         if "value" not in answer:
             return "raised"
         value = decoded(answer["value"])
-    except (ValueError, TypeError, RecursionError):  # what the answer wrote itself
+    # the answer may have written to the channel itself
+    except (ValueError, TypeError, RecursionError):
         return "wrong"
     return "passed" if any(same_value(value, expected) for expected in call.expected) else "wrong"
 
 
 def _asserts(sandbox: _Sandbox, program: str, tests: Asserts) -> Iterator[Ended]:
-    """Run the asserts with the results known so far, have the answer make the calls that they lack, and so on.
+    """Run the asserts with the results so far, have the answer make the missing calls, and repeat.
 
-    The first run has no results: what fails in it is the row's fault.
+    The first run has no results, so a failure in it is the row's fault.
     """
     results: dict[str, str] = {}
     while True:
         given = {"sources": tests.sources, "names": tests.names, "results": results}
         outcome = sandbox.run(ASSERTS, json.dumps(given), channel=True)
         fault = _fault(outcome)
-        if fault or outcome is None or not outcome.channel:  # without a report if the row's own code ended it
+        # the channel is empty if the row's own code ended the process
+        if fault or outcome is None or not outcome.channel:
             if not results and outcome is not None:
                 raise _unusable(f"they ended with {outcome.ended}: {outcome.stderr[-200:]}")
             yield from [fault or "wrong"] * len(tests.sources)
@@ -221,7 +224,7 @@ def _unusable(reason: str) -> DataError:
 
 
 def _encoded(value: Any) -> Any:
-    """A JSON value with a mark at each container, as programs.decode reads it."""
+    """Mark each container of a JSON value, in the form that programs.decode reads."""
     if isinstance(value, list):
         return ["l", *map(_encoded, value)]
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""A server of the Model Context Protocol, whose tools the policy may call: its process or address, and the connection to it.
+"""One MCP (Model Context Protocol) server whose tools the policy may call: its process or address, and the connection.
 
-Owns when it is connected to: when first needed, and again for the next call after it died. Knows nothing of sessions.
+Connects at the first call, and connects again at the next call after the server died. Knows nothing of sessions.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult, Tool
 
-START_TIMEOUT_S = 60.0  # in which a server answers that it is there
+START_TIMEOUT_S = 60.0  # until a server answers the first time
 READ_TIMEOUT_S = 300.0  # of one request by HTTP
-# Runs a command that ends with the process that started it, however that ends
+# Runs a command that dies with the process that started it, even if that process is killed
 END_WITH_PARENT = "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class McpServer:
-    """One server and the connection to it, which many calls use side by side."""
+    """One server and the connection that concurrent calls share."""
 
     def __init__(self, settings: Settings, field: str) -> None:
-        """field: of the configuration, for messages."""
+        """field: name of the configuration field, for error messages."""
         self._settings, self._field = settings, field
         self._connection: _Connection | None = None
 
     async def schemas(self) -> list[dict[str, Any]]:
-        """What the model is shown of its tools.
+        """The schemas of its tools, shown to the model.
 
-        Errors: ConfigError if it cannot be reached, or has no tool of a name in `only`.
+        Errors: ConfigError if the server cannot be reached, or lacks a tool named in `only`.
         """
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -54,7 +54,7 @@ class McpServer:
                     tools += found.tools
         except ConfigError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever its program, its network or the package raises
+        except Exception as error:  # noqa: BLE001 - the program, the network and the package raise anything
             self._connection = None
             raise ConfigError(
                 f"the MCP server gives no list of tools: {self._said(error)}",
@@ -73,7 +73,7 @@ class McpServer:
         return [_schema(tool) for tool in tools if not only or tool.name in only]
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        """The answer as text. Raises ToolError for whatever goes wrong; after a death the next call starts the server again."""
+        """Call a tool and return its answer as text. Any failure is a ToolError. The next call restarts a dead server."""
         connection = self._connected()
         try:
             result = await (await connection.client()).call_tool(tool, whole_values(arguments))
@@ -88,7 +88,7 @@ class McpServer:
         return text
 
     async def close(self) -> None:
-        """End the connection, and the server with it if it was started here."""
+        """Close the connection, and stop the server if it was started here."""
         connection, self._connection = self._connection, None
         if connection:
             connection.close()
@@ -105,12 +105,12 @@ class McpServer:
         return self._clean(described(error))
 
     def _clean(self, text: str) -> str:
-        """A text without the server's secrets: what it says is stored, and the policy sees it."""
+        """Replace the server's secrets in a text, since it is stored and shown to the policy."""
         return shown_text(scrubbed(text, [self._settings.env, self._settings.headers]))
 
 
 class _Connection:
-    """A connection, in a task of its own: whoever is first to need it may be cancelled, and others go on with it."""
+    """A connection in a separate task, so that cancelling the first caller does not close it for the others."""
 
     def __init__(self, settings: Settings, field: str) -> None:
         self._settings, self._field = settings, field
@@ -120,11 +120,11 @@ class _Connection:
         self.task = asyncio.get_running_loop().create_task(self._hold(), context=contextvars.Context())
 
     async def client(self) -> Client:
-        """What makes calls, as soon as the server answers."""
+        """Wait until the server answers, and return the client that makes calls."""
         return await asyncio.shield(self._opened)
 
     def broken_by(self, error: Exception) -> bool:
-        """Whether nothing can be called by it any more. By HTTP, that is so after all but the server's own answers."""
+        """Whether the connection is unusable after this error. By HTTP, any error breaks it except the server's own answers."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -132,7 +132,7 @@ class _Connection:
         return self.ended or not (answered or isinstance(error, ValueError))
 
     def close(self) -> None:
-        """End it."""
+        """Ask the task to close the connection."""
         self._closing.set()
 
     async def _hold(self) -> None:
@@ -142,10 +142,11 @@ class _Connection:
                     client = await stack.enter_async_context(self._make())
                 self._opened.set_result(client)
                 await self._closing.wait()
-        except Exception as error:  # noqa: BLE001 - as above; those who wait for the client raise it
+        except Exception as error:  # noqa: BLE001 - as above; callers that wait for the client raise it
             if not self._opened.done():
                 self._opened.set_exception(error)
-                self._opened.exception()  # nobody may wait for it any more
+                # asyncio warns of an exception that nobody retrieved, and no caller may be waiting
+                self._opened.exception()
         finally:
             self.ended = True
 
@@ -160,7 +161,7 @@ class _Connection:
 
     @contextlib.asynccontextmanager
     async def _started(self) -> AsyncIterator[Any]:
-        """The streams of a server that is started. One that ends is noticed at once."""
+        """Start the server and yield its streams. Its exit is noticed at once."""
         import anyio
         from mcp import StdioServerParameters, stdio_client
 
@@ -193,7 +194,7 @@ class _Connection:
 
     @contextlib.asynccontextmanager
     async def _requests(self) -> AsyncIterator[Any]:
-        """The streams of a server that runs already."""
+        """Connect to a running server by HTTP and yield the streams."""
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
@@ -201,7 +202,7 @@ class _Connection:
         own = httpx2.URL(self._settings.url or "")
 
         async def stay(request: httpx2.Request) -> None:
-            # a redirect keeps all headers of a client but one, wherever it leads
+            # httpx keeps all headers but Authorization on a redirect, so secrets would reach another host
             if _origin(request.url) != _origin(own):
                 raise ToolError(f"it redirects to another address, {request.url.scheme}://{request.url.host}")
 
@@ -221,7 +222,7 @@ def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 
 
 def as_text(result: CallToolResult) -> str:
-    """What a tool answered, as the model sees it: its texts, and of other content what it is."""
+    """A tool's answer as the model sees it: its texts, and the kind of any other content."""
     parts = [item.text if item.type == "text" else f"({item.type})" for item in result.content]
     if not parts and result.structured_content is not None:
         return json_text(result.structured_content)

@@ -1,6 +1,6 @@
-"""All tools of a configuration, functions and those of MCP servers: what the model is shown, and calls by name.
+"""All tools of a configuration, functions and MCP servers' tools: their schemas, and calls by name.
 
-Owns that each name is one tool. Knows nothing of how a server is connected to.
+Owns that each name is one tool. Knows nothing of connections.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ FIELD = "rollout.session.tools"
 
 
 def tool_schemas(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
-    """What the model is shown of all tools, in their order. MCP servers are connected to for it, and left again.
+    """The schemas of all tools, in their order. Connects to MCP servers for their lists, and disconnects.
 
-    Errors: ConfigError for a tool that cannot be loaded or listed, and for two of one name.
+    Errors: ConfigError if a tool cannot be loaded or listed, or if two tools have the same name.
     """
     servers = _servers(tools)
-    with ThreadPoolExecutor(1) as thread:  # a loop may run in the caller's
+    # asyncio.run needs a thread without an event loop, and the caller's may have one
+    with ThreadPoolExecutor(1) as thread:
         lists = iter(thread.submit(asyncio.run, _listed(servers)).result() if servers else ())
     schemas: dict[str, dict[str, Any]] = {}
     for at, tool in enumerate(tools):
@@ -45,7 +46,7 @@ def tool_schemas(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
 
 
 def server_schemas(settings: Settings, field: str) -> list[dict[str, Any]]:
-    """What the model is shown of one server's tools. Raises ConfigError."""
+    """The schemas of one server's tools. Raises ConfigError."""
     with ThreadPoolExecutor(1) as thread:  # as above
         return thread.submit(asyncio.run, _listed([McpServer(settings, field)])).result()[0]
 
@@ -66,7 +67,7 @@ def _servers(tools: Sequence[AnyTool]) -> list[McpServer]:
 
 
 class _ServerTool:
-    """A tool of a server, as it is called."""
+    """One tool of a server, ready to be called."""
 
     def __init__(self, server: McpServer, name: str) -> None:
         self._server, self._name = server, name
@@ -76,23 +77,23 @@ class _ServerTool:
 
 
 class WorkerTools:
-    """The tools in a process of rollouts."""
+    """The tools in a process that runs rollouts."""
 
     def __init__(self, tools: Sequence[AnyTool]) -> None:
         loaded = load_tools(tools)
         self._tools: dict[str, NamedCall] = {**loaded}
         self.schemas = [
             tool.schema for tool in loaded.values()
-        ]  # of functions, and of servers that were reached
+        ]  # of functions, and of the servers connected so far
         self._unlisted = _servers(tools)
         self._listing: asyncio.Task[str] | None = None
 
     async def connect(self) -> str:
-        """Connect to the servers that were not reached yet; says what is wrong with one, if anything is."""
+        """Connect to the remaining servers; returns what is wrong with one of them, "" if nothing is."""
         if not self._unlisted:
             return ""
         if self._listing is None or self._listing.done():
-            # in no session's context: none is to blame for it
+            # an empty context, so that no session is blamed for time spent connecting
             loop = asyncio.get_running_loop()
             self._listing = loop.create_task(self._list(), context=contextvars.Context())
         return await asyncio.shield(self._listing)
@@ -104,7 +105,7 @@ class WorkerTools:
         return await caller(self._tools)(name, arguments)
 
     async def _list(self) -> str:
-        """Take over the servers' tools; says what was wrong with a server, if anything was."""
+        """Add the tools of the servers that answer; returns what is wrong with a server that fails, "" if none does."""
         servers = list(self._unlisted)
         found = await asyncio.gather(*(server.schemas() for server in servers), return_exceptions=True)
         problem = ""

@@ -1,7 +1,7 @@
 """A pool of CPU processes for user code that may hang or crash.
 
-Owns the outcome of each call, and which process makes it. Knows nothing of what is called. A process that dies, idle or
-at work, or whose call passes its deadline, is replaced; no other call notices.
+Owns the outcome of each call, and which process makes it. Knows nothing of what is called. A process is replaced when it
+dies, idle or at work, or when its call passes its deadline; other calls are not affected.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from millrace.connectors.workers.process import (
 from millrace.core.errors import MillraceError
 from millrace.core.plain_text import printable
 
-STARTS = 3  # of processes for a call, all of which die before it begins
+STARTS = 3  # new processes that may die before they start a call
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one call: a value, or the reason why there is none."""
+    """The outcome of one call: a value, or the reason for its absence."""
 
     kind: Literal["done", "failed", "timed_out", "died"]
     value: Any = None
@@ -46,22 +46,23 @@ class WorkerPool:
     """
 
     def __init__(self, workers: int, limits: Limits = NO_LIMITS) -> None:
-        """limits: of each process."""
+        """limits: for each process."""
         self._limits = limits
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="millrace-worker")
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards the fields below
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
         self._closed = False
-        atexit.register(self.close)  # else Python waits at its end for processes that wait for calls
+        # without this, Python's exit waits for idle processes
+        atexit.register(self.close)
 
     async def call(
         self, function: Callable[..., Any], *args: Any, timeout_s: float, again: int = 0
     ) -> Outcome:
         """Make one call. An error in it is an outcome, not raised.
 
-        timeout_s: counts from when a process takes the call up.
-        again: how many times the call is made again if a signal kills its process, such as that of a host without memory.
+        timeout_s: counts from when a process starts the call.
+        again: how often the call is retried if a signal kills its process, such as the kernel's when memory runs out.
         Errors: MillraceError if no process can be started.
         """
         call = _Call(function, args, timeout_s)
@@ -73,7 +74,7 @@ class WorkerPool:
             raise
 
     async def warm(self) -> None:
-        """Return when one process is there for the first call; the others start when calls need them."""
+        """Return when one process is ready for the first call; the others start when calls need them."""
         await self.call(abs, 0, timeout_s=START_TIMEOUT_S)
 
     def close(self) -> None:
@@ -90,7 +91,7 @@ class WorkerPool:
         self._idle.clear()
 
     def _outcome(self, call: _Call, again: int) -> Outcome:
-        """Runs in a thread: find or start a process, have it make the call, wait for it."""
+        """Runs in a thread: find or start a process, send it the call, and wait for the answer."""
         try:
             pickled = bytes(ForkingPickler.dumps((call.function, call.args)))
         except Exception as error:  # noqa: BLE001 - arguments that cannot be pickled raise anything
@@ -102,9 +103,9 @@ class WorkerPool:
         return outcome
 
     def _attempt(self, call: _Call, pickled: bytes) -> tuple[Outcome, bool]:
-        """Make the call in a process, and keep the process for the next call unless it is lost.
+        """Make the call in a process, and keep the process for the next call if it survives.
 
-        Also returns whether a signal killed the process at work.
+        The second value says whether a signal killed the process during the call.
         """
         worker = self._begun(call, pickled)
         if worker is None:
@@ -122,13 +123,13 @@ class WorkerPool:
             return Outcome("timed_out", reason=f"no answer within {call.timeout_s:g} s"), False
         self._give_back(call, worker)
         try:
-            kind, value = pickle.loads(answer)  # noqa: S301 - from a process of this one's
+            kind, value = pickle.loads(answer)  # noqa: S301 - from our child process
         except Exception as error:  # noqa: BLE001 - results that cannot be unpickled raise anything
             return Outcome("failed", reason=printable(f"{type(error).__name__}: {error}")), False
         return (Outcome("done", value) if kind == "done" else Outcome("failed", reason=value)), False
 
     def _begun(self, call: _Call, pickled: bytes) -> WorkerProcess | None:
-        """A process that has begun the call. Those that died while they were idle are replaced, however many."""
+        """A process that has started the call. Processes that died while idle are replaced, any number of them."""
         fresh = 0
         while fresh < STARTS and not call.cancelled:
             worker, is_new = self._take()
@@ -139,7 +140,7 @@ class WorkerPool:
         return None
 
     def _take(self) -> tuple[WorkerProcess, bool]:
-        """An idle process, or a new one; and whether it is new."""
+        """An idle process or a new one, and whether it is new."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
@@ -169,7 +170,7 @@ class WorkerPool:
 
 
 class _Call:
-    """A call on its way: cancelled, or held by a process."""
+    """A call in progress: held by a process, or cancelled."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> None:
         self.function = function
@@ -180,18 +181,18 @@ class _Call:
         self._lock = threading.Lock()
 
     def hold(self, worker: WorkerProcess) -> bool:
-        """Note the process that makes it; False if it is cancelled already."""
+        """Record the process that makes the call; False if the call was cancelled before."""
         with self._lock:
             self._worker = None if self.cancelled else worker
             return not self.cancelled
 
     def release(self) -> None:
-        """Note that its process has answered, or is lost."""
+        """Record that the process has answered, or is lost."""
         with self._lock:
             self._worker = None
 
     def cancel(self) -> None:
-        """Make it no more: kill its process, if one makes it."""
+        """Cancel the call, and kill the process that makes it, if any."""
         with self._lock:
             self.cancelled = True
             if self._worker:

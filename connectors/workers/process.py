@@ -1,6 +1,6 @@
-"""One worker process: how it takes calls up, answers, and dies.
+"""One worker process: how it receives calls, answers, and dies.
 
-Owns the process and its pipe. Knows nothing of which calls there are, of waiting calls, or of other processes.
+Owns the process and its pipe. Knows nothing of what calls do, of waiting calls, or of other processes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from millrace.core.errors import described
 from millrace.core.own_addresses import reach_own_directly
 from millrace.core.plain_text import take_any_text
 
-START_TIMEOUT_S = 120.0  # in which a process answers that it is there, and unpickles a call
-CHECK_S = 0.5  # between looks at whether a process lives: a child of it may hold its end of the pipe open
+START_TIMEOUT_S = 120.0  # for a process to report that it is ready, and to unpickle a call
+# How often to check that a process lives. The pipe alone does not tell: a child of the process may hold its end open
+CHECK_S = 0.5
 EXIT_S = 5.0  # from the end of the pipe to the end of the process
 READY, BEGINS = b"ready", b"begins"
 PR_SET_PDEATHSIG = 1
-# multiprocessing keeps one list of children for all threads, which is read where a process starts
+# multiprocessing keeps one list of children for all threads, and reads it when a process starts
 _starting_or_closing = threading.Lock()
 
 
@@ -53,14 +54,14 @@ class Limits:
     """What a worker process may use. None: as much as there is."""
 
     memory_mb: int | None = None  # an allocation beyond it raises MemoryError in the call
-    max_processes: int | None = None  # that its calls run at once; with more it is ended
+    max_processes: int | None = None  # processes that a call may run at once; with more the worker is killed
 
 
 NO_LIMITS = Limits()
 
 
 class WorkerProcess:
-    """A process that makes one call after the other. Used by one thread at a time, but for `kill`."""
+    """A process that makes one call after another. Used by one thread at a time, except for `kill`."""
 
     def __init__(self, limits: Limits = NO_LIMITS) -> None:
         context = multiprocessing.get_context("spawn")
@@ -79,9 +80,10 @@ class WorkerProcess:
             theirs.close()
 
     def begins(self, call: bytes) -> bool:
-        """Have it take up a pickled call. False if it died, or stands still: then nothing of the call was made."""
+        """Send a pickled call, and return whether the process started it. False if it died or hangs; the call then has not run."""
         try:
-            self._pipe.send_bytes(READY)  # a process that stands still must not block a long call's sender
+            # a short message first: sending a long call to a process that hangs would block
+            self._pipe.send_bytes(READY)
             if self._receive(START_TIMEOUT_S) != READY:
                 return False
             self._pipe.send_bytes(call)
@@ -90,7 +92,7 @@ class WorkerProcess:
             return False
 
     def answer(self, timeout_s: float) -> bytes | None:
-        """The pickled answer to the call that it took up; None if there is none in time.
+        """The pickled answer to the call that it started; None after the timeout.
 
         Errors: WorkerDiedError.
         """
@@ -100,13 +102,13 @@ class WorkerProcess:
             raise self._death() from None
 
     def kill(self) -> None:
-        """End it at once, with the processes that it started, those in sessions of their own too."""
+        """Kill it and all processes that it started, even in other sessions."""
         if self._process.is_alive():
             kill_with_descendants(self._process.pid or 0)
             self._process.kill()
 
     def close(self) -> None:
-        """Kill it, and give back its descriptors."""
+        """Kill it, and close its descriptors."""
         self.kill()
         self._process.join()
         with _starting_or_closing:
@@ -114,7 +116,7 @@ class WorkerProcess:
         self._pipe.close()
 
     def _receive(self, timeout_s: float) -> bytes | None:
-        """The next message, None if none comes in time. Errors: EOFError or OSError if the process is gone."""
+        """The next message; None after the timeout. Errors: EOFError or OSError if the process is gone."""
         deadline = time.monotonic() + timeout_s
         while True:
             left = deadline - time.monotonic()
@@ -140,10 +142,10 @@ class WorkerProcess:
         return WorkerDiedError(f"the worker process ended itself with exit code {code}", signalled=False)
 
     def _exit_code(self) -> int | None:
-        """Wait for its end. None if it still runs.
+        """Wait for the process to exit. None if it still runs.
 
-        Another thread that starts a process may collect this one's end; until it has noted the code, `join` returns
-        without one.
+        Another thread that starts a process may reap this one; `join` returns without an exit code until that thread
+        has stored it.
         """
         deadline = time.monotonic() + EXIT_S
         while (code := self._process.exitcode) is None and (left := deadline - time.monotonic()) > 0:
@@ -153,7 +155,7 @@ class WorkerProcess:
 
 
 def _serve(pipe: Connection, memory_mb: int | None) -> None:
-    """Runs in the worker: one call after the other, until the pipe ends."""
+    """Runs in the worker: make one call after another, until the pipe closes."""
     detach()
     if memory_mb is not None:
         limit_memory(memory_mb)
@@ -167,17 +169,17 @@ def _serve(pipe: Connection, memory_mb: int | None) -> None:
 
 
 class _Call:
-    """A call in the worker. What user code raises, SystemExit and CancelledError among it, becomes text: it may not unpickle."""
+    """A call in the worker. Any exception of user code, also SystemExit, is sent as text: it may not unpickle in the driver."""
 
     def __init__(self, pickled: bytes) -> None:
         self._problem = ""
         try:
-            self._function, self._args = pickle.loads(pickled)  # noqa: S301 - from the process that started this one
-        except BaseException as error:  # noqa: BLE001 - what a module raises that is imported by unpickling
+            self._function, self._args = pickle.loads(pickled)  # noqa: S301 - from the parent process
+        except BaseException as error:  # noqa: BLE001 - unpickling imports modules of the user
             self._problem = described(error)
 
     def make(self) -> bytes:
-        """Make it: a pickled pair of "done" and its value, or of "failed" and the reason."""
+        """Make the call, and return a pickled pair: "done" and the value, or "failed" and the reason."""
         if self._problem:
             return pickle.dumps(("failed", self._problem))
         try:
@@ -187,17 +189,17 @@ class _Call:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let an allocation beyond it fail, in the call that makes it."""
+    """Limit this process's address space, so that a larger allocation raises MemoryError in the call."""
     limit = megabytes << 20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def processes_of(leader: int) -> set[int]:
-    """The processes of a session, by its leader, and all that descend from them; none where the system does not show them.
+    """The processes of a session, by its leader, and all their descendants. Empty if the system has no /proc.
 
-    One in a session of its own whose parent has ended is not found: nothing in it names where it came from.
+    A descendant that started a new session is not found once its parent has ended: nothing names its origin.
     """
-    if not os.path.isdir("/proc/self"):  # no Linux
+    if not os.path.isdir("/proc/self"):  # not Linux
         return set()
     parents: dict[int, int] = {}
     found: set[int] = set()
@@ -215,9 +217,9 @@ def processes_of(leader: int) -> set[int]:
 
 
 def kill_with_descendants(leader: int) -> None:
-    """Kill the group that a process leads, and what descends from it outside the group."""
+    """Kill the group that a process leads, and its descendants outside the group."""
     outside = processes_of(leader) - {leader}
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it does not lead a group yet
         os.killpg(leader, signal.SIGKILL)
     for pid in outside:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -225,16 +227,18 @@ def kill_with_descendants(leader: int) -> None:
 
 
 def detach() -> None:
-    """In a worker process: its signals and its group are its own, and it ends with the process that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes
-    os.setsid()  # a group of its own, to be killed with all that a call started
+    """Run in a worker process: leave the parent's signals and process group, but end with the parent."""
+    # Ctrl-C reaches every process of the terminal, and the driver decides when workers stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # a new group, so that a kill reaches all that a call started
+    os.setsid()
     _die_with_parent()
     reach_own_directly()
     take_any_text()  # what user code prints
 
 
 def _die_with_parent() -> None:
-    """Die when the thread that started this process ends, in whatever call it is. Elsewhere than on Linux only the pipe ends."""
+    """Have the kernel kill this process when the thread that started it ends. Outside Linux, only the pipe closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         parent: Any = multiprocessing.parent_process()

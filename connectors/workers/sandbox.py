@@ -1,26 +1,26 @@
-"""Runs a Python program that nobody has read, such as one that a policy wrote, and bounds what it can do.
+"""Runs an untrusted Python program, such as a policy's answer, and bounds what it can do.
 
-Protects, as far as this kernel goes along (`protections` says how far, and so does each outcome):
+Protects, as far as the kernel supports it (`protections` and each outcome say how far):
 
-- reads: files outside of its folder cannot be read. Python's own library and the system's can.
-- writes: nothing outside of its folder can be written, made, renamed or deleted. The folder is deleted in the end.
-- attributes: modes, owners and times of files cannot be changed, of its own neither.
-- network: no socket can be made.
-- processes: no process or thread can be started, and no other program. So nothing outlives the deadline.
+- reads: files outside the program's folder cannot be read, except Python's library and the system's libraries.
+- writes: nothing outside the folder can be written, created, renamed or deleted. The folder is deleted at the end.
+- attributes: modes, owners and times of files cannot be changed, not even of files in the folder.
+- network: no socket can be created.
+- processes: no process, thread or other program can be started. So nothing outlives the deadline.
 - others: no signal, limit or priority reaches another process.
 
-Always, on Linux: a deadline by the clock, kept by SIGKILL; limits of memory, of the size of a file, of what it prints;
-no environment variables; no packages but the standard library.
+Always, on Linux: a deadline by the clock, kept by SIGKILL; limits of memory, file size and output; no environment variables;
+no packages but the standard library.
 
 Does not protect against:
 
-- what the standard library's folder and /usr/lib hold being read, or learning whether a file exists and how large it is;
-- a flaw of the kernel: it is the same user on the same kernel, no virtual machine;
+- reading the standard library's folder and /usr/lib, or learning whether a file exists and how large it is;
+- a flaw of the kernel: the program runs as the same user on the same kernel, not in a virtual machine;
 - many small files in its folder until the deadline, or a busy core;
-- a program that lies: what it prints, what it writes to its channel and its exit code are its own, so a test that runs in
-  the same process can be fooled. Compare what it prints with what only the caller knows.
+- a program that lies: it controls its output, its channel and its exit code, so it can fool a test in the same process.
+  Compare its output with values that only the caller has.
 
-Linux only. Filters of system calls are for x86-64 and aarch64; elsewhere `protections` is without what needs them.
+Linux only. System calls are filtered on x86-64 and aarch64; on other machines `protections` is False for what needs the filter.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from millrace.connectors.workers import sandboxed
 from millrace.core.errors import ConfigError, MillraceError
 
 LAYERS = ("namespaces", "landlock", "capabilities", "seccomp")
-FENCE = {  # the layers without which a program reads your files, or reaches the network
+FENCE = {  # without these layers a program could read your files, or reach the network
     "landlock": "Landlock (Linux 6.2 or later, in the kernel's list of security modules)",
     "seccomp": "filter of system calls (seccomp, on x86-64 or aarch64)",
 }
-CHUNK = 1 << 16  # bytes of one read
+CHUNK = 1 << 16  # bytes per read
 REPORT_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may take."""
+    """What one program may use."""
 
     timeout_s: float = 5.0  # by the clock, from the start of its process
     memory_mb: int = 256  # of address space; the interpreter takes some 30 of it
-    output_bytes: int = 1 << 16  # of stdout, and of stderr
-    file_mb: int = 16  # of one file that it writes
+    output_bytes: int = 1 << 16  # of stdout, and again of stderr
+    file_mb: int = 16  # of each file that it writes
 
 
 @dataclass(frozen=True)
 class SandboxProtections:
-    """What holds here. What is False is left to the program's good will."""
+    """What holds on this host. A False entry is not enforced."""
 
     reads: bool
     writes: bool
@@ -72,39 +72,39 @@ class SandboxProtections:
     network: bool
     processes: bool
     others: bool
-    layers: tuple[str, ...] = ()  # of LAYERS, those that this kernel let the process take on
+    layers: tuple[str, ...] = ()  # the LAYERS that this kernel accepted
 
 
 @dataclass(frozen=True)
 class SandboxOutcome:
     """How a program ended.
 
-    ended: "exited" by itself, with `exit_code`; "signalled" by `signal`, of its own doing; "timed_out" at its deadline;
-    "out_of_memory" where it asked for more than it may have; "too_much_output" where it printed more than is kept.
+    ended: "exited", with `exit_code`; "signalled", by a `signal` that it caused; "timed_out", at its deadline;
+    "out_of_memory", if it asked for more than its limit; "too_much_output", if it printed more than is kept.
     """
 
     ended: Literal["exited", "signalled", "timed_out", "out_of_memory", "too_much_output"]
     exit_code: int | None
     signal: int | None
-    stdout: str  # at most limits.output_bytes of it
+    stdout: str  # the first limits.output_bytes
     stderr: str
     seconds: float
     protections: SandboxProtections
-    channel: str = ""  # what it wrote there, at most limits.output_bytes of it
+    channel: str = ""  # the first limits.output_bytes that it wrote there
 
     @property
     def succeeded(self) -> bool:
-        """It ended by itself, with exit code 0."""
+        """True if it exited by itself with code 0."""
         return self.ended == "exited" and self.exit_code == 0
 
     @property
     def timed_out(self) -> bool:
-        """It was ended at its deadline."""
+        """True if it was killed at its deadline."""
         return self.ended == "timed_out"
 
     @property
     def out_of_memory(self) -> bool:
-        """It asked for more memory than it may have."""
+        """True if it asked for more memory than its limit."""
         return self.ended == "out_of_memory"
 
 
@@ -116,11 +116,11 @@ def run_python(
     layers: Collection[str] = LAYERS,
     channel: bool = False,
 ) -> SandboxOutcome:
-    """Run a program to its end, and wait for it. Many threads may do so side by side.
+    """Run a program and wait for its end. May be called from many threads at once.
 
-    channel: give it a file to write to beside stdout, whose number is sys.argv[1]: what it prints is not mixed with that.
-    layers: of LAYERS, those to use where the kernel has them.
-    Errors: MillraceError if no process can be started, or elsewhere than on Linux.
+    channel: open a second output beside stdout, with its descriptor's number in sys.argv[1], for results apart from prints.
+    layers: use only these LAYERS, as far as the kernel has them.
+    Errors: MillraceError if no process can be started, or on another system than Linux.
     """
     if sys.platform != "linux":
         raise MillraceError("the sandbox needs Linux", remedy="run it in a container or a virtual machine")
@@ -131,7 +131,7 @@ def run_python(
 
 
 def protections() -> SandboxProtections:
-    """What holds on this host, found by starting an empty program."""
+    """What this host enforces, found by running an empty program."""
     return run_python("").protections
 
 
@@ -142,7 +142,8 @@ def _protections(held: Collection[str]) -> SandboxProtections:
         writes=landlock,
         attributes=seccomp,
         network=seccomp or "namespaces" in held,
-        processes=seccomp or os.getuid() != 0,  # a limit of the kernel, which is not for root
+        # without the filter only RLIMIT_NPROC stops new processes, and it does not bind root
+        processes=seccomp or os.getuid() != 0,
         others=seccomp,
         layers=tuple(layer for layer in LAYERS if layer in held),
     )
@@ -150,13 +151,13 @@ def _protections(held: Collection[str]) -> SandboxProtections:
 
 @cache
 def missing_layers() -> tuple[str, ...]:
-    """Of the layers that make the fence, those that this host lacks. Asked once in a process."""
+    """The layers of the fence that this host lacks. Tested once per process."""
     held = protections().layers
     return tuple(layer for layer in FENCE if layer not in held)
 
 
 def check_fence(where: str, remedy: str) -> None:
-    """Raise ConfigError, naming what is missing, if a program would run here without the fence. remedy: how to go on without."""
+    """Raise ConfigError if this host lacks a layer of the fence. remedy: how to continue without it."""
     missing = missing_layers()
     if missing:
         raise ConfigError(
@@ -227,7 +228,7 @@ class _Run:
             os.close(their_channel)
 
     def outcome(self) -> SandboxOutcome:
-        """Wait for the end, and say how it was."""
+        """Wait for the process to end, and return its outcome."""
         process = self._process
         deadline = self._started + self._limits.timeout_s
         try:
@@ -238,7 +239,7 @@ class _Run:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(
                             process.pid, signal.SIGKILL
-                        )  # nobody waited for it: the number is still its own
+                        )  # the process has not been waited for, so no other one has its number
         finally:
             os.close(self._report)
             os.close(self._channel)
@@ -281,7 +282,7 @@ class _Run:
 
 
 class _Pipes:
-    """stdout, stderr, the report, the channel and the end of a process; of each pipe, only as much as is kept is in memory."""
+    """stdout, stderr, the report, the channel and the exit of a process. Keeps only a bounded part of each pipe in memory."""
 
     def __init__(self, process: subprocess.Popen[bytes], report: int, channel: int) -> None:
         assert process.stdout
@@ -295,7 +296,7 @@ class _Pipes:
             self._selector.register(pipe, selectors.EVENT_READ)
 
     def read_until(self, deadline: float, most: int) -> Literal["timed_out", "too_much_output"] | None:
-        """Read until all are closed and it has ended, the deadline passes, or one holds more than `most` bytes."""
+        """Read until the process and all pipes have ended, the deadline passes, or one pipe holds more than `most` bytes."""
         while self._selector.get_map():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -316,25 +317,25 @@ class _Pipes:
         return bool(data)
 
     def texts(self, most: int) -> list[str]:
-        """What was read of each."""
+        """The text of each pipe, cut to `most` bytes."""
         return [data[:most].decode("utf-8", "replace") for data in self._kept.values()]
 
     def close(self) -> None:
-        """Wait for no more."""
+        """Stop reading."""
         self._selector.close()
         os.close(self._end)
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """An empty folder, deleted in the end, whatever is in it by then."""
+    """Yield an empty folder, and delete it with its contents at the end."""
     folder = Path(tempfile.mkdtemp(prefix="millrace-sandbox-"))
     try:
         yield folder
     finally:
         try:
             folder.rmdir()
-        except OSError:  # what a program can make is deeper than Python's own functions go
+        except OSError:  # the program may nest folders deeper than shutil.rmtree can follow
             subprocess.run(["chmod", "-R", "u+rwx", str(folder)], check=True)
             subprocess.run(["rm", "-rf", str(folder)], check=True)
 

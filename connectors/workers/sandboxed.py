@@ -1,8 +1,8 @@
-"""The process in which a sandboxed program runs: it gives up what it may do, and then runs the program. Linux only.
+"""The process of a sandboxed program: it gives up its rights, then runs the program. Linux only.
 
-Started by its path, as `python -I -S sandboxed.py SETTINGS`, and imports nothing of millrace: what it knows is in SETTINGS.
-Each layer is one that the kernel lets a process take on without being root, and that nothing can take off again. Those that
-the kernel refuses are left out; a line of JSON on a pipe says which hold, before the program begins.
+Started by its path, as `python -I -S sandboxed.py SETTINGS`. It imports nothing of millrace: SETTINGS holds all it needs.
+A process can add each layer without being root, and can never remove it. A layer that the kernel refuses is left out; a line
+of JSON on a pipe names the layers that hold, before the program starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 SYSTEM = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
 OPEN_FILES = 64
-MEMORY = b"memory\n"  # what the pipe says of a program that asked for more
+MEMORY = b"memory\n"  # sent on the pipe if the program ran out of memory
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000
@@ -29,7 +29,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 
 # Landlock: the same numbers on every architecture
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-LEAST_ABI = 3  # before it, a file can be truncated all the same
+LEAST_ABI = 3  # older versions do not stop a program from truncating files
 EXECUTE, WRITE, READ, READ_FOLDER, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 IOCTL = 1 << 15  # from ABI 5
 ALL_BUT_IOCTL = (1 << 15) - 1
@@ -56,7 +56,7 @@ REFUSED: dict[str, dict[str, tuple[int, int | None]]] = {
         "utimensat": (280, 88), "fchmodat2": (452, 452), "setxattrat": (463, 463), "removexattrat": (466, 466),
         "file_setattr": (469, 469),
     },
-    "memory": {  # of no process: shared memory, queues, files without a name
+    "memory": {  # memory that no process's limit counts: shared memory, queues, files without a name
         "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279),
         "memfd_secret": (447, 447),
     },
@@ -67,7 +67,7 @@ REFUSED: dict[str, dict[str, tuple[int, int | None]]] = {
         "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432),
     },
 }  # fmt: skip
-# Allowed on the process itself, and of fcntl all but who gets a file's signals.
+# Allowed on the process itself; of fcntl all but the owner of a file's signals.
 KILL, TKILL, TGKILL, PRLIMIT, FCNTL = (62, 129), (200, 130), (234, 131), (302, 261), (72, 25)
 CAPSET = (126, 91)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of these tables, AUDIT_ARCH
@@ -80,7 +80,7 @@ libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Limit this process, say what holds, run the program."""
+    """Limit this process, report the layers that hold, and run the program."""
     settings = json.loads(sys.argv[1])
     report = int(settings["report"])
     with open("program.py", encoding="utf-8") as file:
@@ -89,7 +89,8 @@ def main() -> None:
     die_with(int(settings["parent"]))
     wanted = settings["layers"]
     held = [name for name, take in LAYERS.items() if name in wanted and take()]
-    set_limits(settings)  # after namespaces, which are made of memory
+    # after the namespaces, since creating one needs memory
+    set_limits(settings)
     if "seccomp" in wanted and filter_calls():
         held.append("seccomp")
     os.write(report, json.dumps(held).encode() + b"\n")
@@ -98,13 +99,13 @@ def main() -> None:
 
 
 def run(code: str, report: int) -> Any:
-    """Run the program as a script; what it exits with."""
+    """Run the program as a script, and return its exit code."""
     names = {"__name__": "__main__", "__builtins__": __builtins__}
     try:
-        exec(compile(code, "program.py", "exec"), names)  # noqa: S102 - what this process is there for
+        exec(compile(code, "program.py", "exec"), names)  # noqa: S102 - the purpose of this process
     except SystemExit as ended:
         return ended.code
-    except BaseException as error:  # noqa: BLE001 - whatever the program raises is its end
+    except BaseException as error:  # noqa: BLE001 - an untrusted program raises anything
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             os.write(report, MEMORY)
         ours = error.__traceback__
@@ -114,7 +115,7 @@ def run(code: str, report: int) -> Any:
 
 
 def die_with(parent: int) -> None:
-    """End when the thread that started this process ends; leave no memory to look at."""
+    """Have the kernel kill this process when the thread that started it ends; allow no core dump and no debugger."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -122,8 +123,9 @@ def die_with(parent: int) -> None:
 
 
 def set_limits(settings: dict[str, Any]) -> None:
-    """Hard limits of the kernel for one process."""
-    seconds = int(settings["timeout_s"]) + 2  # the deadline comes first, unless whoever keeps it is gone
+    """Set the kernel's hard limits for this process."""
+    # two seconds more than the deadline: the kernel's limit acts only if the parent that keeps the deadline is gone
+    seconds = int(settings["timeout_s"]) + 2
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: seconds,
@@ -139,12 +141,12 @@ def set_limits(settings: dict[str, Any]) -> None:
 
 
 def take_namespaces() -> bool:
-    """A network of its own, without devices, and a user who is nobody outside."""
+    """Move to a new network without devices, and to a user that has no rights outside."""
     return bool(libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC) == 0)
 
 
 def take_landlock() -> bool:
-    """Only this folder can be written, and only it and Python's and the system's libraries can be read."""
+    """Allow writes only in this folder, and reads only here and in Python's and the system's libraries."""
     abi = libc.syscall(CREATE_RULESET, None, 0, 1)
     if abi < LEAST_ABI:
         return False
@@ -166,7 +168,7 @@ def take_landlock() -> bool:
 
 
 def allow(ruleset: int, path: str, rights: int) -> None:
-    """Allow something beneath a path, if it is there."""
+    """Allow these rights below a path, if the path exists."""
     try:
         at = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -179,7 +181,7 @@ def allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def drop_capabilities() -> bool:
-    """Keep none of what root may do; user namespaces give all of it inside of them."""
+    """Drop all capabilities of root: a new user namespace grants all of them inside it."""
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
     if platform.machine() not in MACHINES:
         return False
@@ -198,7 +200,7 @@ def filter_calls() -> bool:
 
 
 def instructions(pid: int, machine: str) -> list[bytes]:
-    """The filter: each rule jumps over the return that follows it, unless it applies."""
+    """The filter's instructions: each rule jumps over the return after it, unless the rule applies."""
     column, architecture = MACHINES[machine]
 
     def step(code: int, value: int, then: int = 0, other: int = 0) -> bytes:

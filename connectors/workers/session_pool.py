@@ -1,7 +1,7 @@
-"""The processes that run rollouts, as the driver sees them: which runs which session, and who is to blame when one ends.
+"""The driver's side of the processes that run rollouts: which process runs which session, and which session ended a process.
 
-Owns deadlines and blame. A process whose code hangs, or that dies, takes all of its sessions with it: the one whose code ran
-is to blame, the others learn that they are not, and may be run again. Knows nothing of tokens, records or files.
+Owns deadlines and blame. A process that hangs or dies takes all of its sessions with it. The session whose code was running
+is blamed; the others are not, and may be run again. Knows nothing of tokens, records or files.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from millrace.core.config.rollout import Session as Settings
 from millrace.core.errors import MillraceError
 
 START_TIMEOUT_S = 120.0
-LOOK_S = 0.25  # between looks at the clock
-FROM_ANYWHERE = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes of a process that another one may have ended
-GRACE_S = 5.0  # from asking a session to end to ending its process
+LOOK_S = 0.25  # seconds between checks of deadlines
+FROM_ANYWHERE = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes that another process may have caused
+GRACE_S = 5.0  # from cancelling a session to killing its process
 log = logging.getLogger(__name__)
 
 Handle = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -36,9 +36,9 @@ Handle = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class SessionLostError(Exception):
-    """A session's process ended. `blamed`: by this session's doing; else it may be run again.
+    """A session's process ended. `blamed`: this session's code caused it; if False, the session may be run again.
 
-    `certain`: of the blame. A signal that ends processes may come from anywhere, such as from a host without memory.
+    `certain`: the blame is certain. It is not after SIGKILL or SIGTERM, which another process or the kernel may have sent.
     """
 
     def __init__(self, reason: str, blamed: bool, certain: bool = True) -> None:
@@ -53,13 +53,13 @@ class _Running:
         self.handle = handle
         self.end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.open = 0  # requests that are being answered
-        self.calling = False  # a call of a tool is under way
-        self.heard = time.monotonic()  # when its code last began to work
+        self.calling = False  # a tool call is in progress
+        self.heard = time.monotonic()  # when its code last started to work
         self.cancelled: tuple[float, str] | None = None  # when it was asked to end, and why
         self.answering: set[asyncio.Task[None]] = set()
 
     async def stop(self) -> None:
-        """Answer it no more."""
+        """Cancel the answers in progress."""
         answering = list(self.answering)
         for task in answering:
             task.cancel()
@@ -76,9 +76,9 @@ class SessionPool:
         atexit.register(self.close)
 
     async def run(self, start: Mapping[str, Any], handle: Handle, *, alone: bool = False) -> dict[str, Any]:
-        """Run one session to its end: {"status", "reason", "rewards"}. `alone`: in a process of its own.
+        """Run one session to its end: {"status", "reason", "rewards"}. `alone`: in a separate process.
 
-        Errors: SessionLostError; MillraceError if no process can be started. What `handle` raises ends the session and is raised.
+        Errors: SessionLostError; MillraceError if no process can be started. An error of `handle` ends the session and is raised.
         """
         process = await self._process(alone)
         try:
@@ -111,7 +111,7 @@ class SessionPool:
         return process
 
     def close(self) -> None:
-        """End all processes at once."""
+        """Kill all processes."""
         atexit.unregister(self.close)
         for process in self._processes:
             process.kill("the run ends")
@@ -126,14 +126,14 @@ class _SessionProcess:
         self.ended = False
         self._settings = settings
         self._numbers = itertools.count(1)
-        self._why = ""  # it is being killed
+        self._why = ""  # the reason for killing it, once that is under way
         self._blamed: set[int] = set()
         self._pinged: float | None = None
         self._ready = asyncio.get_running_loop().create_future()
         self._background: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Start it, and wait until it takes sessions. Raises OSError if it ends instead."""
+        """Start it, and wait until it accepts sessions. Raises OSError if it exits instead."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = socket.socketpair()
         self._note = context.RawValue(ctypes.c_longlong, 0)
@@ -149,7 +149,7 @@ class _SessionProcess:
         await self._ready
 
     async def run(self, start: Mapping[str, Any], handle: Handle) -> dict[str, Any]:
-        """Run a session here."""
+        """Run a session in this process."""
         number = next(self._numbers)
         session = self.sessions[number] = _Running(handle)
         try:
@@ -176,7 +176,7 @@ class _SessionProcess:
         return end
 
     def kill(self, why: str) -> None:
-        """End it at once, with what its sessions started."""
+        """Kill it, with all processes that its sessions started."""
         if not self._why:
             self._why = why
         process = getattr(self, "_process", None)
@@ -207,7 +207,8 @@ class _SessionProcess:
         elif "pong" in message:
             late = time.monotonic() - message["pong"]
             self._pinged = None
-            for waited in self.sessions.values():  # another one's code had the process meanwhile
+            # while the ping waited, one session's code held the process: the others lose no time for it
+            for waited in self.sessions.values():
                 waited.heard += late
         elif "stuck" in message:
             self.kill("a call in it did not end")
@@ -225,7 +226,7 @@ class _SessionProcess:
     async def _answer(self, message: dict[str, Any], session: _Running) -> None:
         try:
             answer = await session.handle(message)
-        except Exception as error:  # noqa: BLE001 - the driver's own; `run` raises it
+        except Exception as error:  # noqa: BLE001 - the driver's error; `run` raises it
             if not session.end.done():
                 session.end.set_exception(error)
             self._cancel(message["session"], "the driver failed")
@@ -242,12 +243,12 @@ class _SessionProcess:
             self._send({"session": number, "cancel": why})
 
     async def _watch(self) -> None:
-        """Look at the clock: who works too long, and whether the process answers at all."""
+        """Enforce the deadlines of sessions, and kill the process if it does not answer."""
         limit = self._settings.timeout_s
         while not self.ended:
             await asyncio.sleep(LOOK_S)
             if not self._ready.done():
-                continue  # its start has a limit of its own
+                continue  # its start has another deadline
             if len(processes_of(self._process.pid or 0)) > self._settings.max_processes + 1:
                 self._blame_running(
                     f"it started more than rollout.session.max_processes = {self._settings.max_processes} processes"
@@ -261,7 +262,7 @@ class _SessionProcess:
                 self._blame_running(f"no answer within rollout.session.timeout_s = {limit:g} s")
                 return
             elif now - self._pinged > 2 * LOOK_S:
-                continue  # who waits for whom is not known
+                continue  # one session holds the process, so the others' silence says nothing
             for number, session in list(self.sessions.items()):
                 if session.end.done():
                     continue
@@ -269,18 +270,18 @@ class _SessionProcess:
                     self._blamed.add(number)
                     self.kill(session.cancelled[1])
                     return
-                # a call is ended by the process itself, in time
+                # the process ends a tool call that passes the limit, and needs a moment for it
                 patience = limit + (GRACE_S if session.calling else 0)
                 if not session.open and not session.cancelled and now - session.heard > patience:
                     self._cancel(number, f"no answer within rollout.session.timeout_s = {limit:g} s")
 
     def _blame_running(self, why: str) -> None:
-        """Kill it, for what the session that runs now does."""
+        """Kill it, and blame the session whose code is running."""
         self._blamed = self._suspected()
         self.kill(why)
 
     async def _bury(self) -> None:
-        """Say to each session that its process is gone, and whether it is to blame."""
+        """Tell each session that its process is gone, and whether it is blamed."""
         code = self._process.exitcode
         died = f"its process died of signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else ""
         why = self._why or died or f"its process ended itself with exit code {code}"
@@ -297,7 +298,7 @@ class _SessionProcess:
         self._writer.close()
 
     def _suspected(self) -> set[int]:
-        """The session whose code runs; where none does, the one that may run in another thread, if there is but one."""
+        """The session whose code is running; otherwise the only session with a tool call in a thread, if there is just one."""
         running = int(self._note.value)
         if running in self.sessions:
             return {running}

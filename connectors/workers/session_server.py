@@ -1,7 +1,7 @@
-"""The HTTP face of sessions, for rollout functions that bring a client of their own: OpenAI's chat completions.
+"""Serves sessions over HTTP, as OpenAI's chat completions, for rollout functions that use their own client.
 
-Owns one server on the loopback of this process, and who may ask: holders of the key of a rollout that is under way, from no web
-page, in JSON. Knows nothing of what a request means: core/sessions reads it, and finds its place.
+Owns one server on this process's loopback address, and access to it: a request needs the key of a running rollout, must be
+JSON, and must not come from a web page. Knows nothing of what a request means: core/sessions reads it and places it in a session.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Made = TypeVar("Made")
 class _Door:
     session: LiveSession
     rollout: Served
-    context: contextvars.Context  # of the rollout: what it makes is noted as the rollout's
+    context: contextvars.Context  # the rollout's, so that work done in it counts as the rollout's
 
 
 class SessionServer:
-    """The server of one process, which starts when a session is first served."""
+    """The server of one process. Starts when the first session is served."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """tools: schemas of the configured tools."""
@@ -47,11 +47,11 @@ class SessionServer:
         self._starting: asyncio.Task[None] | None = None
 
     def serve(self, session: LiveSession, rollout: Served) -> tuple[str, str]:
-        """Open a door to a session: its URL and key. To be called in the loop's thread."""
+        """Open an endpoint for a session, and return its URL and key. Call it in the loop's thread."""
         if self._address is None:
-            # it listens from here on; whoever connects waits until the server runs
+            # listen now, so that a client that connects before the server runs waits instead of failing
             listening = socket.create_server((HERE, 0), backlog=1024)
-            # the server is no session's: whose code runs in it is nobody's
+            # an empty context, so that time spent in the server counts for no session
             self._starting = asyncio.get_running_loop().create_task(
                 self._start(listening), context=contextvars.Context()
             )
@@ -62,7 +62,7 @@ class SessionServer:
         return self._address, key
 
     def close(self, rollout: Served) -> None:
-        """A rollout has ended: its keys open nothing any more, and what its clients wait for does not come."""
+        """End a rollout: its keys are refused from now on, and answers in progress are cancelled."""
         for key in rollout.keys:
             del self._doors[key]
         for task in list(rollout.working):
@@ -78,7 +78,7 @@ class SessionServer:
         await web.SockSite(runner, listening).start()
 
     def _middleware(self) -> Middleware:
-        """The door in front of every handler, those for unknown paths too."""
+        """Check access before every handler, also for unknown paths."""
 
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -88,7 +88,7 @@ class SessionServer:
         return check
 
     def _refusal(self, http: web.Request) -> tuple[int, str] | None:
-        """Status and reason if a request may not come in."""
+        """Status and reason if a request is refused, else None."""
         if http.headers.get("Host", "").rpartition(":")[0].lower() not in NAMES:
             return 403, "Host: it names another machine"
         if "Origin" in http.headers:
@@ -103,7 +103,7 @@ class SessionServer:
         return web.json_response(models())
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        """SGLang's /generate, for functions that were written for it."""
+        """SGLang's /generate, for functions written for SGLang."""
         door = self._doors[_key(http)]
         rollout = door.rollout
         if rollout.native is None:
@@ -137,7 +137,7 @@ class SessionServer:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What a handler raises, as an answer in OpenAI's form. 400: a client does not ask again."""
+    """Turn a handler's errors into answers in OpenAI's form. They have status 400, which clients do not retry."""
     try:
         return await handler(request)
     except BadRequestError as error:
@@ -165,7 +165,7 @@ async def _body(http: web.Request) -> dict[str, Any]:
 
 
 def _working(door: _Door, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]:
-    """A task of its own: it goes on where the client hangs up and asks again."""
+    """Run the work in a separate task, which continues if the client disconnects and asks again."""
     task = asyncio.get_running_loop().create_task(work, context=door.context.copy())
     door.rollout.working.add(task)
     task.add_done_callback(door.rollout.working.discard)
@@ -174,7 +174,7 @@ def _working(door: _Door, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]
 
 
 async def _given(rollout: Served, answer: asyncio.Future[Made]) -> Made:
-    """What a rollout's work gives; the rollout remembers the limit that ended it. Raises what it raises, and HTTPGone."""
+    """Wait for the work's result. A limit that ended it is kept in the rollout. Raises the work's errors, and HTTPGone."""
     try:
         made = await asyncio.shield(answer)
     except LimitReachedError as error:
@@ -189,7 +189,7 @@ async def _given(rollout: Served, answer: asyncio.Future[Made]) -> Made:
 
 
 def _key(http: web.Request) -> str:
-    """The key: a Bearer token, or the password of a URL that has it."""
+    """The key: a Bearer token, or the password in the URL."""
     scheme, _, given = http.headers.get("Authorization", "").partition(" ")
     if scheme == "Basic":
         try:

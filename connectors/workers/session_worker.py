@@ -1,7 +1,7 @@
-"""The process in which rollouts run side by side: the functions, environments and tools of the user.
+"""The process that runs rollouts side by side: the user's functions, environments and tools.
 
-Owns one event loop for all sessions, and a note, in memory that outlives the process, of whose code is running. Talks to the
-driver by lines of JSON. Whatever a session raises is its end, with the reason.
+Owns one event loop for all sessions. Records in shared memory, which outlives the process, which session's code is running.
+Talks to the driver by lines of JSON. An exception in a session ends it, with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from millrace.core.sessions.live import LiveSession, Served, Shared
 from millrace.core.sessions.selection import rollout_function
 from millrace.core.sessions.tools import unended
 
-if TYPE_CHECKING:  # most rollouts need no server: aiohttp is imported for those that do
+# most rollouts need no server, so aiohttp is imported only when one does
+if TYPE_CHECKING:
     from millrace.connectors.workers.session_server import SessionServer
 
 LINE = 1 << 28  # bytes of the longest message
@@ -39,7 +40,7 @@ _session = contextvars.ContextVar("session", default=0)
 
 
 class Stepped(collections.abc.Coroutine[Any, Any, Any]):
-    """A coroutine that notes, while it runs, which session it is of."""
+    """A coroutine that records, while it runs, which session it belongs to."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any], session: int, note: Any) -> None:
         self._inner, self._session, self._note = inner, session, note
@@ -74,7 +75,7 @@ class Stepped(collections.abc.Coroutine[Any, Any, Any]):
 
 
 def serve(connection: socket.socket, note: Any, settings: Mapping[str, Any]) -> None:
-    """Run sessions until the driver closes the connection. note: a shared number, which says whose code runs; 0: nobody's."""
+    """Run sessions until the driver closes the connection. note: a shared number, the session whose code is running, or 0."""
     detach()
     worker = _Worker(Settings.model_validate(settings), note)
     limit_memory(worker.settings.memory_mb)
@@ -86,7 +87,7 @@ class _Worker:
 
     def __init__(self, settings: Settings, note: Any) -> None:
         self.settings = settings
-        self._given = settings.model_dump(mode="json")  # with what refers to secrets
+        self._given = settings.model_dump(mode="json")  # with references to secrets, not their values
         self._note = note
         self._tools = WorkerTools(settings.tools)
         self._waiting: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
@@ -96,7 +97,7 @@ class _Worker:
         self._server: SessionServer | None = None
 
     async def serve(self, connection: socket.socket) -> None:
-        """Take messages until there are no more."""
+        """Handle messages until the driver closes the connection."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._task)
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE)
@@ -159,9 +160,10 @@ class _Worker:
             end = {"status": "truncated", "reason": str(error)}
         except asyncio.CancelledError:
             end = {"status": "failed", "reason": "CancelledError"}
-        except BaseException as error:  # noqa: BLE001 - whatever user code raises is the end of its rollout
+        except BaseException as error:  # noqa: BLE001 - user code raises anything, and that ends its rollout
             end = {"status": "failed", "reason": self._said(error)}
-            if served.limit and isinstance(error, Exception):  # a client raises errors of its own for it
+            # a limit reaches user code as its client's error, which is no failure of the rollout
+            if served.limit and isinstance(error, Exception):
                 end = {"status": "truncated", "reason": served.limit}
         del self._tasks[number]
         if self._server:
@@ -177,7 +179,7 @@ class _Worker:
         self._send({"session": number, "end": {**end, "rewards": rewards, **marks}})
 
     def _said(self, error: BaseException) -> str:
-        """What a rollout raised, without the secrets of any of its functions and tools: it is stored."""
+        """A rollout's error as text, without the secrets of its functions and tools, since it is stored."""
         return shown_text(scrubbed(described(error), self._given))
 
     def _serve(self, session: LiveSession, served: Served) -> tuple[str, str]:
