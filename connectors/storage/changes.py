@@ -1,8 +1,8 @@
-"""What this process wrote and removed in an object store, which a listing may not show yet.
+"""Remembers what this process wrote and removed in an object store, since a listing may not show it yet.
 
-A store promises that a named object is read as it was last written. It promises less of listings: names just written may be
-missing, names just removed may be there, and a cache between may answer as before. Owns which names of a listing are to be
-asked for by name.
+A store promises that reading a name gives the last write. It promises less of listings: they may lack names just written and
+show names just removed, and a cache on the way may answer with an old listing. Owns which listed names must be looked up one
+by one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Iterable
 
-LAG_S = 600.0  # after which a listing shows what is there
-PRUNED_AT = 10_000  # names noted, after which old ones are forgotten
+LAG_S = 600.0  # after this long a listing is taken to be right
+PRUNED_AT = 10_000  # at more names than this, old ones are forgotten
 
 
 class Changes:
@@ -20,19 +20,19 @@ class Changes:
 
     def __init__(self) -> None:
         self._written: dict[str, float] = {}
-        self._removed: dict[str, float] = {}  # files, and folders with all in them
+        self._removed: dict[str, float] = {}  # files, and whole folders
         self._lock = threading.Lock()
 
     def wrote(self, name: str) -> None:
-        """Note that an object was written, or was there when it was to be created."""
+        """Record that an object was written, or existed when it was to be created."""
         self._note(self._written, name)
 
     def removed(self, name: str) -> None:
-        """Note that an object, or all below a folder, was removed."""
+        """Record that an object, or a folder with its contents, was removed."""
         self._note(self._removed, name)
 
     def doubtful(self, folder: str, listed: Iterable[str]) -> set[str]:
-        """Names below a folder of which a listing does not say for certain whether they are there."""
+        """Names below a folder that a listing may wrongly lack or wrongly show."""
         shown, below = set(listed), f"{folder}/"
         since = time.monotonic() - LAG_S
         with self._lock:
@@ -45,7 +45,7 @@ class Changes:
         return written | {name for name in shown if not removed.isdisjoint(_and_above(name))}
 
     def forget(self) -> None:
-        """Know no more than another process."""
+        """Forget everything, as in a new process."""
         with self._lock:
             self._written.clear()
             self._removed.clear()
@@ -60,9 +60,9 @@ class Changes:
 
 
 def _and_above(name: str) -> list[str]:
-    """A name and the folders above it."""
+    """A name and all folders above it."""
     parts = name.split("/")
     return ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-CHANGES = Changes()  # of this process, in all stores
+CHANGES = Changes()  # one for this process and all stores

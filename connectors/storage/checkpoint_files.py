@@ -1,6 +1,6 @@
-"""What says that a checkpoint is whole: its marker complete.json, and the record of the task that saved it.
+"""Whether a checkpoint is complete: its marker complete.json, and the record of the task that saved it.
 
-Owns which marker counts, and what becomes of a checkpoint that is found broken. Knows nothing of what its files hold.
+Owns which marker counts, and how a broken checkpoint is set aside. Knows nothing of what its files hold.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ REMEDY = (
 
 
 def check_marker(run_folder: RunFolder, done: int, version: int | None = None) -> dict[str, Any]:
-    """The marker of the checkpoint after `done` iterations; its `files` are the entries of the checkpoint's files.
+    """Read and check the marker of the checkpoint after `done` iterations; its `files` are the entries of the checkpoint's files.
 
-    version: the weight version that it must hold. Raises MissingFileError if there is none, CorruptFileError if it changed
-    since it was written or is not the one that the checkpoint task recorded.
+    version: the weight version that it must hold. Raises MissingFileError if there is no marker, CorruptFileError if the marker
+    changed since it was written or differs from the checkpoint task's record.
     """
     path = f"{run_folder.checkpoint_path(done)}/{COMPLETE}"
     store = run_folder.store
@@ -42,8 +42,8 @@ def check_marker(run_folder: RunFolder, done: int, version: int | None = None) -
 
 
 def _recorded(run_folder: RunFolder, done: int) -> FileEntry | None:
-    """The marker's entry in the record of the task that had the checkpoint count: of its iteration, or of a later one if it was
-    written while training went on."""
+    """The marker's entry in the record of the checkpoint task: of the same iteration, or of a later one if the checkpoint was
+    written in the background."""
     wanted = run_folder.checkpoint_path(done)
     for index in numbers_of(run_folder.store, "iterations"):
         if index < done - 1:
@@ -74,7 +74,7 @@ def checkpoint_files(run_folder: RunFolder, done: int, version: int | None = Non
 
 
 def unfinished_checkpoints(run_folder: RunFolder, before: int) -> list[int]:
-    """The numbers of checkpoints below `before` that nobody will complete: their writers are gone. None that was set aside."""
+    """Numbers of the checkpoints below `before` whose writers are gone, so that nobody completes them. Not those set aside."""
     complete = run_folder.complete_checkpoints()
     return [
         done
@@ -86,7 +86,7 @@ def unfinished_checkpoints(run_folder: RunFolder, before: int) -> list[int]:
 
 
 def set_checkpoint_aside(run_folder: RunFolder, done: int) -> None:
-    """Have a broken checkpoint count no more. Its files stay; the marker has another name."""
+    """Stop using a broken checkpoint: rename its marker, and keep its files."""
     folder = run_folder.store.child(run_folder.checkpoint_path(done))
     folder.write(ASIDE, folder.read(COMPLETE))
     folder.remove(COMPLETE)

@@ -1,7 +1,7 @@
-"""Runs that were driven from this MILLRACE_HOME and may have left actors: a small record each.
+"""Records of the runs driven from this MILLRACE_HOME, by which actors left behind are found.
 
-A driver writes its record before it makes actors, and removes it after they ended. A record whose driver is dead, and whose run
-folder has no use for the actors any more, names an orphan: the folder was removed, moved or replaced, or the run is complete.
+A driver writes its record before it creates actors, and removes it after they ended. A record names orphaned actors if its
+driver is dead and no start will use them: the run folder was removed, moved or replaced, or the run is complete.
 Owns the records. Knows nothing of Ray.
 """
 
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 
 
 class DrivenRun(BaseModel):
-    """One run as its driver left it."""
+    """One run, as its driver recorded it."""
 
     identity: str  # the namespace of its actors
     name: str
     url: str  # of the run folder
-    run_id: str | None  # of its run.json; None: of a command whose actors no other process takes over
-    ray_address: str | None  # of the cluster that holds the actors; None: the local head
+    run_id: str | None  # in its run.json; None for a command whose actors no other process takes over
+    ray_address: str | None  # the cluster that holds the actors; None: the local head
     driver: ProcessIdentity
-    flow_run_id: str | None  # of the driver
+    flow_run_id: str | None  # the driver's
 
     def is_orphaned(self) -> bool:
-        """Whether the driver is dead, and no start will take its actors over. False if this process cannot know."""
+        """True if the driver is dead and no start will take over its actors. False if this process cannot know."""
         if self.driver.lives() is not False:
             return False
         if self.run_id is None:
@@ -51,17 +51,17 @@ class DrivenRun(BaseModel):
 
 
 def note_driven(run: DrivenRun) -> None:
-    """Write a run's record; to be called before its first actor is made."""
+    """Write a run's record. Call it before the first actor is created."""
     write_whole(_path(run.identity), [run.model_dump_json(indent=1).encode()])
 
 
 def forget_driven(identity: str) -> None:
-    """Remove a run's record: its actors have ended."""
+    """Remove a run's record, after its actors have ended."""
     _path(identity).unlink(missing_ok=True)
 
 
 def driven_runs() -> list[DrivenRun]:
-    """All records, by run name. One that cannot be read as a record is removed, with a warning."""
+    """All records, by run name. A file that is not a record is removed, with a warning."""
     found = []
     for path in sorted(_folder().glob("*.json")):
         text = read_record(path)
@@ -74,7 +74,7 @@ def driven_runs() -> list[DrivenRun]:
 
 
 def check_none_driven() -> None:
-    """Raise LeaseHeldError if a driver of this home lives, or may live in another container, naming each with its run."""
+    """Raise LeaseHeldError, naming drivers and runs, if a driver of this home lives or may live in another container."""
     driven = [run for run in driven_runs() if run.driver.lives() is not False]
     if driven:
         raise LeaseHeldError(
@@ -92,5 +92,5 @@ def _folder() -> Path:
 
 
 def _path(identity: str) -> Path:
-    """The record's file: an identity may hold what no file name can."""
+    """The record's file, named by a hash: an identity may hold characters that a file name cannot."""
     return _folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"

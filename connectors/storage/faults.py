@@ -1,4 +1,4 @@
-"""Which storage failures a retry may cure, and the error for those it does not.
+"""Retries of storage failures, and the errors when retries do not help.
 
 Owns the retries of every storage operation, with jitter and a bound. Knows nothing of what is read or written.
 """
@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 
 def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False) -> Result:
-    """The call's result, after retries of transient failures. A probe gives up early, since a person waits for it.
+    """Make the call, with retries of transient failures. A probe gives up early, since a person waits for it.
 
     Raises MissingFileError if the file to read does not exist, StorageError for any other failure of the storage. Other
     exceptions are defects of millrace and pass through.
@@ -87,7 +87,7 @@ def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False
 
 
 def is_storage_fault(error: BaseException) -> bool:
-    """Whether an exception comes from the storage and is not a defect of millrace."""
+    """Whether an exception comes from the storage, not from a defect of millrace."""
     return isinstance(error, OSError) or type(error).__module__.split(".")[0] in LIBRARIES
 
 

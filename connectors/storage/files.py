@@ -1,6 +1,6 @@
 """Files under one fsspec root: written whole or not at all, with errors that name the file.
 
-Owns how bytes get to and from a local disk, memory or an object store (where a put is atomic). Knows nothing of what files
+Owns how bytes get to and from a local disk, memory or an object store (whose puts are atomic). Knows nothing of what files
 hold. May be used from many threads and pickled into another process.
 """
 
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class FileEntry(BaseModel):
-    """A committed file, as a manifest describes it."""
+    """A committed file, as a manifest names it."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,20 +52,20 @@ class FileEntry(BaseModel):
     @field_validator("path")
     @classmethod
     def _is_inside(cls, path: str) -> str:
-        """Below a folder: a reader of a record reads and writes nowhere else."""
+        """Refuse a path that leads out of the folder: readers of a record open nothing else."""
         return inside(path)
 
     def record(self) -> FileRecord:
-        """The entry as a task keeps it in its record."""
+        """The entry in the form of a task's record."""
         return FileRecord(
             path=self.path, sha256=self.sha256, size=self.size, rows=self.rows, table=self.table
         )
 
 
 def recorded(files: Iterable[Any], where: str) -> list[FileEntry]:
-    """The entries of files as a record, a marker or an index holds them. where: its URL.
+    """The file entries of a record, a marker or an index. where: its URL.
 
-    Raises CorruptFileError, naming it, for what is no entry or is no path of a file below its folder.
+    Raises CorruptFileError with this URL if an item is not an entry, or its path leads out of the folder.
     """
     try:
         return [FileEntry.model_validate(file) for file in files]
@@ -80,11 +80,11 @@ def recorded(files: Iterable[Any], where: str) -> list[FileEntry]:
 
 
 class Fence(Protocol):
-    """What keeps a driver whose lease another process has taken from changing files."""
+    """Keeps a driver from changing files after another process has taken its lease."""
 
     @property
     def token(self) -> int:
-        """Number of the driver among all of the run."""
+        """The driver's number, counted over all drivers of the run."""
         ...
 
     def check(self) -> None:
@@ -92,7 +92,7 @@ class Fence(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Within, files may be changed; raises LeaseHeldError on entry if another process has taken the lease."""
+        """A context in which files may be changed. Entering raises LeaseHeldError if another process has taken the lease."""
         ...
 
 
@@ -100,13 +100,13 @@ class Files:
     """A folder on a local disk or an object store; paths are relative and use slashes.
 
     With a `fence`, which children inherit, every change raises LeaseHeldError once another process has taken the lease.
-    No path leads out of the folder. With `walls`, which children inherit, no link does either: on a local disk they are a folder,
-    and every path must lie in it, wherever links on the way lead.
+    No path leads out of the folder. `walls`, which children inherit, is a folder on a local disk; with it no link leads out
+    either: every path must lie in that folder after its links are resolved.
     """
 
     def __init__(self, root: str) -> None:
         self.fence: Fence | None = None
-        self.attempt = 0  # of the shard that writes here
+        self.attempt = 0  # the attempt of the shard that writes here
         self.walls: str | None = None
         head, separator, rest = root.partition("://")
         self.protocol = head if separator else "file"
@@ -133,25 +133,25 @@ class Files:
 
     @property
     def real_url(self) -> str:
-        """The root as a URL, the same by whatever links it is reached."""
+        """The root as a URL, with links resolved, so that it is the same by every way."""
         return os.path.realpath(self.root) if self.local else self.url
 
     def url_of(self, path: str) -> str:
-        """URL of a path under the root. Raises StorageError for one that leads out of it."""
+        """URL of a path below the root. Raises StorageError if the path leads out of it."""
         self._check_inside(path)
         return f"{self.url}/{path}" if path else self.url
 
     def write(self, path: str, data: bytes, *, unique: bool = False) -> FileEntry:
         """Write a whole file or nothing. Raises StorageError naming the file.
 
-        unique: nothing else ever writes to this path. On S3 that saves looking for a change of it.
+        unique: nothing else ever writes to this path. On S3 this skips the check for a concurrent change.
         """
         return self._write(path, data, unique=unique)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a new file; False if one is there that holds something else. Of several at once, one succeeds.
+        """Write a new file; False if the path has a file with other content. Among concurrent calls one succeeds.
 
-        Where `creates_once` is False that is not held: the last one stays.
+        If `creates_once` is False, several may succeed, and the last one's content stays.
         """
 
         def create() -> bool:
@@ -161,7 +161,7 @@ class Files:
                     if self.local
                     else self._create_object(path, data)
                 )
-                # an earlier attempt of this call may have taken effect and failed
+                # an earlier attempt of this call may have written the file and then failed
                 return created or bool(self.fs.cat_file(self._full(path)) == data)
 
         created = retried("write", self.url_of(path), create)
@@ -170,11 +170,11 @@ class Files:
 
     @property
     def creates_once(self) -> bool:
-        """Whether the store refuses to create a file twice. An object store is tried once in this process."""
+        """Whether the store refuses to create a file twice. An object store is tested once per process."""
         return self.local or self._conditions()[0]
 
     def read(self, path: str, most: int | None = None) -> bytes:
-        """The whole file. Raises MissingFileError or StorageError, also for one of more than `most` bytes."""
+        """The whole file. Raises MissingFileError or StorageError, also if it has more than `most` bytes."""
 
         def read() -> bytes:
             size = local.size_of(Path(self._full(path))) if self.local else None
@@ -188,16 +188,16 @@ class Files:
         return self._retried("read", path, read)
 
     def local_size(self, path: str) -> int | None:
-        """Bytes of a file on a local disk; None in an object store, whose objects are what they are.
+        """Bytes of a file on a local disk; None in an object store, which holds neither pipes nor devices.
 
-        Raises as `read` does, and StorageError for a pipe or a device, which would be read for ever.
+        Raises as `read` does, and StorageError for a pipe or a device: reading one may never end.
         """
         if not self.local:
             return None
         return self._retried("read", path, lambda: local.size_of(Path(self._full(path))))
 
     def blocks(self, path: str, size: int = BLOCK) -> Iterator[bytes]:
-        """The file, one block at a time, so that it need not fit in memory."""
+        """The file, block by block, so that it need not fit in memory."""
         self.local_size(path)
         length = int(self._retried("read", path, lambda: self.fs.size(self._full(path))))
         for start in range(0, length, size):
@@ -219,7 +219,7 @@ class Files:
         return bool(self._retried("look up", path, lambda: self.fs.exists(self._full(path))))
 
     def existing(self, paths: Iterable[str]) -> Names:
-        """Those of the paths that exist, each asked for by its name."""
+        """The paths that exist, each looked up by name."""
         asked = [*paths]
         found = zip(asked, in_threads(self.exists, asked), strict=True)
         return [path for path, is_there in found if is_there]
@@ -227,7 +227,8 @@ class Files:
     def list(self, path: str = "") -> Names:
         """Paths of all files below a folder, sorted; none if it does not exist.
 
-        On an object store what other processes just wrote may be missing: whoever decides by it asks for names.
+        On an object store, files that other processes just wrote may be missing. To decide by a file's existence, look it up
+        by name.
         """
         try:
             names = self._retried("list", path, lambda: self.fs.find(self._full(path)))
@@ -250,7 +251,7 @@ class Files:
             above = f"{self._full(path)}/"
             inside = {name: name.removeprefix(above) for name in CHANGES.doubtful(self._full(path), [])}
             unlisted = {name: rest.split("/", 1)[0] for name, rest in inside.items() if "/" in rest}
-            # a folder that is listed needs none of its files asked for
+            # only for folders that the listing lacks: a listed one needs no look-up of its files
             asked = [name for name, folder in unlisted.items() if folder not in names]
             names |= {unlisted[name] for name in self._still_there(asked)}
         return sorted(names)
@@ -265,7 +266,7 @@ class Files:
     def sweep(self, older_than_s: float, leave: Iterable[str] = ()) -> Names:
         """Remove temporary files of interrupted writes on a local disk; returns the paths. Object stores have none.
 
-        leave: folders that are not looked through.
+        leave: folders to skip.
         """
         if not self.local:
             return []
@@ -319,15 +320,15 @@ class Files:
             CHANGES.wrote(self._full(path))
 
     def _as_changed(self, path: str, names: Names) -> Names:
-        """Names that a listing of an object store shows, with what this process wrote and without what it removed."""
+        """The listing of an object store, with what this process wrote and without what it removed."""
         below = f"{self._full(path)}/"
-        # s3fs answers with the folder itself where the store shows it and nothing in it; names in memory begin with a slash
+        # s3fs lists an empty folder as itself, and names in memory start with a slash
         names = [name.lstrip("/") for name in names if name.lstrip("/").startswith(below)]
         doubtful = CHANGES.doubtful(self._full(path), names)
         return [*(name for name in names if name not in doubtful), *self._still_there(doubtful)]
 
     def _still_there(self, names: Iterable[str]) -> Names:
-        """Those of the names of an object store, asked for one by one, that are objects of it."""
+        """The names that are objects of the store, each looked up by name."""
         asked = sorted(names)
 
         def there(name: str) -> bool:
@@ -348,7 +349,7 @@ class Files:
                 self.fs.pipe_file(full, data)
 
     def _replace(self, path: str, data: bytes) -> None:
-        """Write an object if it is still what it was before the fence was checked; else check again."""
+        """Write an object, provided that it has not changed since before the fence was checked; if it has, check again."""
         assert self.fence is not None
         full, done = self._full(path), False
         while not done:
@@ -372,7 +373,7 @@ class Files:
     def _remove(self, path: str, recursive: bool) -> None:
         full = self._full(path)
         with self._writing():
-            # a listing, by which a folder is removed, may lack what was just written
+            # removing a folder goes by its listing, which may lack files just written
             unlisted = CHANGES.doubtful(full, []) if recursive and not self.local else set()
             self.fs.rm(full, recursive=recursive)
             for name in self._still_there(unlisted):
@@ -393,9 +394,9 @@ class Files:
 
 
 def write_blocks(files: Files, path: str, blocks: Callable[[], Iterable[bytes]]) -> FileEntry:
-    """Write a whole file or nothing, a block at a time; it need not fit in memory on a local disk.
+    """Write a whole file or nothing, block by block. On a local disk it need not fit in memory.
 
-    blocks: makes them; called again after a failure. The fence is asked once they are written.
+    blocks: makes the blocks; called again after a failure. The fence is checked once they are written.
     """
     if not files.local:
         return files.write(path, b"".join(blocks()))
@@ -410,7 +411,7 @@ def write_blocks(files: Files, path: str, blocks: Callable[[], Iterable[bytes]])
 
 
 def move_file(files: Files, path: str, target: str) -> None:
-    """Give a file another path. Raises MissingFileError if it is not there."""
+    """Give a file another path. Raises MissingFileError if it does not exist."""
 
     def move() -> None:
         with files._writing():
@@ -427,7 +428,7 @@ def move_file(files: Files, path: str, target: str) -> None:
 
 
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The call's results in the order of the items; calls run in parallel, since each waits for storage."""
+    """Call it for each item in parallel, since calls wait for storage; returns the results in the items' order."""
     listed = list(items)
     if len(listed) < 2:
         return [call(item) for item in listed]
@@ -436,7 +437,7 @@ def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
 
 
 class HashedBlocks:
-    """Blocks of a file that are hashed and counted as they pass."""
+    """Iterates over a file's blocks, and hashes and counts them on the way."""
 
     def __init__(self, blocks: Iterable[bytes]) -> None:
         self.sha256, self.size = hashlib.sha256(), 0
@@ -463,7 +464,7 @@ _tried: dict[tuple[str, str | None, str], tuple[bool, bool]] = {}
 
 
 def _conditions(protocol: str, endpoint: str | None, bucket: str, folder: str) -> tuple[bool, bool]:
-    """What `conditional.tried` found for a bucket, kept for this process."""
+    """The result of `conditional.tried` for a bucket, cached in this process."""
     key = (protocol, endpoint, bucket)
     if key not in _tried:
         filesystem = _filesystem(protocol, os.getpid(), endpoint)
@@ -477,7 +478,7 @@ def _conditions(protocol: str, endpoint: str | None, bucket: str, folder: str) -
 def _filesystem(protocol: str, process: int, endpoint: str | None) -> Any:
     """One filesystem per process: a forked child must not use its parent's connections.
 
-    Listings are not cached, since other processes write too. The libraries' own retries are off: `faults` retries.
+    Listings are not cached, since other processes write too. The libraries' retries are off, since `faults` retries.
     """
     if protocol in ("file", "local", "memory"):
         return fsspec.filesystem(protocol)

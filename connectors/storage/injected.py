@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def injected(verb: str, call: Callable[[], Result]) -> Callable[[], Result]:
-    """The call, which fails as the environment variables say."""
+    """The call, made to fail as the environment variables say."""
     faults, full = os.environ.get("MILLRACE_STORAGE_FAULTS"), os.environ.get("MILLRACE_STORAGE_FULL")
     if not faults and not full:
         return call

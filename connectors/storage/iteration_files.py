@@ -1,6 +1,6 @@
-"""The files of an iteration that something committed names: its manifest, or the records of its tasks before there is one.
+"""The committed files of an iteration: those named by its manifest, or by its tasks' records before there is a manifest.
 
-Owns the rule that nothing else in the folder counts, and that each file is checked against what names it when it is read.
+Owns two rules: no other file in the folder counts, and reading a file checks it against its entry.
 Knows nothing of what the files mean.
 """
 
@@ -28,16 +28,16 @@ from millrace.core.contracts.task_records import EvaluatedMetrics, IterationReco
 from millrace.core.errors import CorruptFileError, MissingFileError, of_run
 
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
-OF_SOME = (JOINED, CUT, DEFERRED, SUMMARY)  # the first three where groups are deferred
+OF_SOME = (JOINED, CUT, DEFERRED, SUMMARY)  # not in every iteration; the first three only if groups are deferred
 log = logging.getLogger(__name__)
 
-PUBLISH = "publish"  # its record comes after the manifest
+PUBLISH = "publish"  # the task whose record is written after the manifest
 
 
 class IterationFiles:
-    """One iteration's files as its manifest or its records name them. Reads storage when asked, and checks what it reads.
+    """One iteration's files, as its manifest or its records name them. Reads storage on demand, and checks what it reads.
 
-    Every read raises MissingFileError for a file that is gone or that nothing names, CorruptFileError for one that changed.
+    Every read raises MissingFileError if the file is gone or nothing names it, CorruptFileError if it changed.
     """
 
     def __init__(self, run_folder: RunFolder, index: int) -> None:
@@ -47,7 +47,7 @@ class IterationFiles:
 
     @property
     def before(self) -> IterationFiles:
-        """The files of the iteration before."""
+        """The files of the previous iteration."""
         return IterationFiles(self._run_folder, self.index - 1)
 
     @cached_property
@@ -57,7 +57,7 @@ class IterationFiles:
 
     @cached_property
     def entries(self) -> dict[str, FileEntry]:
-        """The files that are named, by path."""
+        """The entries of all named files, by path."""
         if self.manifest:
             return {entry.path: entry for entry in self.manifest.files}
         named: dict[str, FileEntry] = {}
@@ -68,7 +68,7 @@ class IterationFiles:
         return named
 
     def recorded_tasks(self) -> list[str]:
-        """Tasks with a record here."""
+        """The tasks that have a record in this iteration."""
         names = list(IterationRecords.__annotations__)
         # an object store's listing may lack what another process just wrote
         there = set(
@@ -79,7 +79,7 @@ class IterationFiles:
         return [name for name in names if record_path(name) in there]
 
     def record(self, task: str) -> dict[str, Any] | None:
-        """The record of a task; None if there is none, or none that counts."""
+        """The record of a task; None if it has none, or if its record does not count."""
         path = record_path(task)
         named = None
         if self.manifest and task != PUBLISH:
@@ -111,13 +111,13 @@ class IterationFiles:
             return self.folder.read_json(path, self.entry(path))
 
     def read_table(self, kind: str, columns: list[str] | None = None, path: str = "") -> pa.Table:
-        """The table of a kind, of which an iteration has one; given a path, the one there."""
+        """The iteration's table of a kind; `path` if it is not named after its kind."""
         path = path or f"{kind}.parquet"
         with self.with_remedy():
             return self.folder.read_table(path, kind, self.entry(path), columns)
 
     def read_deferred(self, columns: list[str] | None = None) -> pa.Table | None:
-        """The samples of the groups that the iteration deferred, as far as they were made; None if it deferred none."""
+        """Finished samples of the groups that the iteration deferred; None if it deferred none."""
         return self.read_table("rollouts", columns, DEFERRED) if DEFERRED in self.entries else None
 
     def read_parts(self, kind: str, columns: list[str] | None = None) -> pa.Table:
@@ -133,7 +133,7 @@ class IterationFiles:
 
     @contextlib.contextmanager
     def with_remedy(self) -> Iterator[None]:
-        """Within, an error about a file says what to do where there is no copy of it."""
+        """Give errors about a file the remedy that works without a copy of the file."""
         try:
             yield
         except (MissingFileError, CorruptFileError) as error:
@@ -152,18 +152,18 @@ class IterationFiles:
 
 
 def way_out(run: RunFolder, index: int) -> str:
-    """What to do where an open iteration cannot go on."""
+    """The remedy for an open iteration that cannot continue."""
     number = iteration_number(index)
     return f"give the iteration up: `millrace discard {of_run(run.name, run.store.url, f'--from {number}')}`"
 
 
 def record_path(task: str) -> str:
-    """Path of a task's record in its iteration's folder."""
+    """Path of a task's record below its iteration's folder."""
     return f"results/{task}.json"
 
 
 def result_of(content: Any, url: str) -> dict[str, Any]:
-    """What a task returned, from the record that Prefect keeps. Raises CorruptFileError if it is not what was written."""
+    """A task's return value, from its record as Prefect stores it. Raises CorruptFileError if the record changed."""
     try:
         result = json.loads(check_seal(content, url)["result"])
     except (KeyError, TypeError, ValueError) as error:
@@ -228,10 +228,10 @@ def manifest_from_records(
 
 
 def commit_again(run_folder: RunFolder) -> list[int]:
-    """Commit the iterations whose manifest is gone though they were published, from their records; returns them.
+    """Commit published iterations again whose manifest is gone, from their records; returns their indices.
 
-    Also compares the newest manifest with what publish recorded of it. Raises CorruptFileError or MissingFileError where a
-    manifest cannot be made again as it was.
+    Also compares the newest manifest with publish's record of it. Raises CorruptFileError or MissingFileError if a manifest
+    cannot be rebuilt exactly.
     """
     restored: list[int] = []
     while True:
@@ -240,7 +240,8 @@ def commit_again(run_folder: RunFolder) -> list[int]:
             check_newest(run_folder, index - 1)
         record = _published(run_folder, index)
         if record is None:
-            run_folder.first_open_iteration()  # raises where later iterations are committed
+            # raises if later iterations are committed, since this one cannot be rebuilt
+            run_folder.first_open_iteration()
             return restored
         manifest = manifest_from_records(
             run_folder,
@@ -260,7 +261,7 @@ def commit_again(run_folder: RunFolder) -> list[int]:
 
 
 def _published(run_folder: RunFolder, index: int) -> dict[str, Any] | None:
-    """The record of publish. One that changed is removed: nothing is read from it while the manifest stands."""
+    """The record of publish. A changed one is removed: while the manifest exists, nothing is read from it."""
     files = IterationFiles(run_folder, index)
     try:
         return files.record(PUBLISH)
@@ -271,9 +272,9 @@ def _published(run_folder: RunFolder, index: int) -> dict[str, Any] | None:
 
 
 def check_newest(run_folder: RunFolder, index: int) -> None:
-    """Compare the newest manifest with what publish recorded of it; the others are named by the manifest after them.
+    """Compare the newest manifest with publish's record of it. Older manifests are checked by the next manifest's hash.
 
-    Raises CorruptFileError if it is another one.
+    Raises CorruptFileError if they differ.
     """
     record = IterationFiles(run_folder, index).record(PUBLISH)
     manifest = run_folder.manifest(index)

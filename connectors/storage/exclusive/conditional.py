@@ -1,7 +1,7 @@
-"""Writes that a store refuses where the file is not as the writer last saw it: what leases and commits rest on.
+"""Conditional writes: a store refuses them if the file changed since the writer last saw it. Leases and commits rely on them.
 
-Owns how each kind of store is asked: a lock within this process for memory, If-None-Match and If-Match on S3, the `create` mode
-of other object stores. Which of them a store truly honours is tried, not believed. Knows nothing of what is written.
+Owns the condition for each kind of store: a lock within this process for memory, If-None-Match and If-Match on S3, the `create`
+mode of other object stores. A trial write shows which of them a store really honours. Knows nothing of what is written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-SINGLE_PUT = 5 << 30  # bytes; a larger object is sent in parts, which have no condition
+SINGLE_PUT = 5 << 30  # bytes; a larger object is sent in parts, without a condition
 S3 = ("s3", "s3a")
 PRECONDITION = ("PreconditionFailed", "412", "ConditionNotMet")
 NOT_OFFERED = ("NotImplemented", "501", "InvalidArgument", "MethodNotAllowed")
@@ -21,11 +21,11 @@ _memory = threading.Lock()
 
 
 class NotOfferedError(Exception):
-    """The store takes no conditions."""
+    """The store does not accept conditions."""
 
 
 def create(fs: Any, protocol: str, path: str, data: bytes) -> bool:
-    """Write a new object; False if one is there. Raises NotOfferedError, or what the filesystem raises."""
+    """Write a new object; False if it exists. Raises NotOfferedError, or the filesystem's errors."""
     if protocol == "memory":
         with _memory:
             if fs.exists(path):
@@ -36,12 +36,12 @@ def create(fs: Any, protocol: str, path: str, data: bytes) -> bool:
 
 
 def replace(fs: Any, path: str, data: bytes, etag: str) -> bool:
-    """Overwrite an object of S3; False if it is not the one with this ETag."""
+    """Overwrite an object on S3; False if its ETag is another."""
     return _accepted(lambda: fs.pipe_file(path, data, IfMatch=etag, **_one_put("s3", data)))
 
 
 def etag(fs: Any, path: str) -> str | None:
-    """The ETag of an object of S3, None if there is none."""
+    """The ETag of an object on S3, None if the object does not exist."""
     try:
         return str(fs.info(path)["ETag"])
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def etag(fs: Any, path: str) -> str | None:
 
 
 def tried(fs: Any, protocol: str, folder: str) -> tuple[bool, bool]:
-    """Whether the store refuses to create an object twice, and to replace one that has changed. Writes a small object."""
+    """Whether the store refuses to create an object twice, and to replace a changed one. Tries it with a small object."""
     probe = f"{folder}/.millrace-probe-{uuid.uuid4().hex}"
     try:
         if not create(fs, protocol, probe, b"1"):
@@ -67,7 +67,7 @@ def tried(fs: Any, protocol: str, folder: str) -> tuple[bool, bool]:
 
 
 def _one_put(protocol: str, data: bytes) -> dict[str, int]:
-    """Options by which s3fs sends the data in one request."""
+    """Options that make s3fs send the data in one request."""
     return {"chunksize": min(SINGLE_PUT, max(50 << 20, len(data)))} if protocol in S3 else {}
 
 
@@ -87,6 +87,6 @@ def _accepted(put: Callable[[], Any]) -> bool:
 
 
 def _code(error: OSError) -> str:
-    """The code of an S3 API's refusal, empty for other errors."""
+    """The error code of an S3 API, "" for other errors."""
     response = getattr(error.__cause__, "response", None) or {}
     return str(response.get("Error", {}).get("Code", ""))

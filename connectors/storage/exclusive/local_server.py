@@ -1,8 +1,8 @@
-"""A server that a home has at most one of: started once on loopback, found again by whoever comes later.
+"""A local server, at most one per MILLRACE_HOME: started once on loopback, and found again by later processes.
 
 Owns its process, its record and its log in MILLRACE_HOME, and the port. Knows nothing of what it serves: that is a module,
-called as `python -m MODULE FD [SERVES] HOME`. FD is the number of an inherited socket that listens. HOME is the MILLRACE_HOME
-whose server it is, by which it is found among processes when its record is lost.
+started as `python -m MODULE FD [SERVES] HOME`. FD is the number of an inherited listening socket. HOME is the server's
+MILLRACE_HOME; it identifies the server among all processes if the record is lost.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from millrace.core.errors import MillraceError
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that may wait for the server
-# A killed process is seen to be dead before the last of its threads lets go of its port.
+# A killed process may still hold its port for a moment: it counts as dead before its last thread has ended.
 PORT_FREED_S = 5.0
 POLL_S = 0.1
-# it is on loopback: what a proxy of the environment answers says nothing about it
+# the server is on loopback, so a proxy from the environment must not answer for it
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerRecord(TypedDict):
-    """A server as its record knows it: its process by pid and when that was created."""
+    """The record of a server: its URL, and its process by pid and creation time."""
 
     url: str
     pid: int
     created: float
-    serves: NotRequired[str]  # of a server that may show one of several stores
+    serves: NotRequired[str]  # which store it shows, for a server that can show several
 
 
 _record = TypeAdapter(ServerRecord)
@@ -55,24 +55,24 @@ _record = TypeAdapter(ServerRecord)
 
 @dataclass(frozen=True)
 class LocalServer:
-    """What is particular to one server of a home."""
+    """One kind of local server, such as Prefect's."""
 
-    title: str  # in messages, as "Prefect server"
+    title: str  # in messages, such as "Prefect server"
     file: str  # stem of its record, lock and log in MILLRACE_HOME
     module: str
-    path: str  # below its page, of what its clients call
-    folder: Path  # that it runs in
-    environment: Callable[[str], Mapping[str, str]]  # for the address of its page
-    port_taken: str  # remedy where another program has the only port that it may take
+    path: str  # of its API, below the address of its page
+    folder: Path  # its working directory
+    environment: Callable[[str], Mapping[str, str]]  # its environment variables, given the address of its page
+    port_taken: str  # the remedy if another program has the only port that it may use
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Within, no other process of this host starts or ends it."""
+        """Hold the lock by which one process at a time starts or ends the server."""
         with locked(self._path("lock")):
             yield
 
     def record(self) -> ServerRecord | None:
-        """Its record; None if there is none, or it holds something else: then no server is known.
+        """The server's record; None, for no known server, if there is no file or it is not a record.
 
         Raises MillraceError if the file cannot be read.
         """
@@ -86,7 +86,7 @@ class LocalServer:
             return None
 
     def alive(self) -> bool:
-        """Whether the recorded process lives, and no other one has its pid."""
+        """Whether the recorded process lives, and has not been replaced by another one with its pid."""
         record = self.record()
         return record is not None and is_alive(record["pid"], record["created"])
 
@@ -109,7 +109,7 @@ class LocalServer:
         return ended
 
     def end(self) -> bool:
-        """End every such server of this home, also one whose record is lost; whether any ran."""
+        """End all servers of this kind in this home, also without a record. Returns whether any ran."""
         record = self.record()
         left = {process for process in psutil.process_iter() if self._is_one(process)}
         if record and is_alive(record["pid"], record["created"]):
@@ -123,10 +123,10 @@ class LocalServer:
         return bool(left)
 
     def start(self, timeout_s: float, *ports: int, serves: str | None = None) -> str:
-        """Start it on the first free one of these ports and wait until it answers; returns its URL.
+        """Start it on the first free port of these and wait until it answers; returns its URL.
 
         serves: an argument for the module, between FD and HOME.
-        One that is killed meanwhile is started again. Call it under `locked`.
+        If the server is killed meanwhile, it is started again. Call this under `locked`.
         Raises MillraceError with the end of its log if it does not come up.
         """
         deadline = time.monotonic() + timeout_s
@@ -146,7 +146,7 @@ class LocalServer:
         return url
 
     def _launch(self, serves: str | None, *ports: int) -> tuple[subprocess.Popen[bytes], str]:
-        """Start the process, and record it before it answers: a command that comes after one that was ended waits for it."""
+        """Start the process, and record it before it answers: if this command is ended, the next one finds the server and waits."""
         with self._path("log").open("ab") as out, self._listening(*ports) as listener:
             os.fchmod(out.fileno(), PRIVATE_FILE)
             page = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -204,13 +204,14 @@ class LocalServer:
 
 
 def listening(*ports: int) -> socket.socket | None:
-    """A socket that listens on the first free one of these loopback ports; 0 stands for any. None if all are taken.
+    """A socket that listens on the first free port of these on loopback; 0 stands for any port. None if all are taken.
 
     The server inherits the socket. A port that was only looked up could be taken before the server binds it.
     """
     for port in ports:
         listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from a server that has just died
+        # the port of a server that has just died may be used at once
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
             listener.listen(BACKLOG)

@@ -1,6 +1,6 @@
-"""What a page of a local server may ask in a browser: its own server, and no address outside.
+"""Stops the pages of local servers from loading anything from outside in a browser.
 
-Prefect's page asks its analytics although they are off, and MLflow's fetches a video. A browser refuses both by this header.
+Prefect's page calls its analytics even if they are off, and MLflow's fetches a video. With this header a browser refuses both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLICY = "; ".join(f"{name} {sources}" for name, sources in SOURCES.items())
 
 
 class OwnAddressesOnly:
-    """ASGI middleware: every answer carries the policy. A worker's script is under that of its own answer, not of its page."""
+    """ASGI middleware that adds the policy to every answer: a web worker's script obeys its own answer's policy, not its page's."""
 
     def __init__(self, app: Application) -> None:
         self.app = app

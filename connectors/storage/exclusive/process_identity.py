@@ -1,7 +1,7 @@
-"""Which process something belongs to, and whether that process lives: exact on the same kernel, unknown elsewhere.
+"""The identity of a process, and whether that process lives: exact on the same kernel, unknown from another.
 
-Owns what makes two processes the same: boot, PID namespace, pid and start time. A pid alone is reused; a host's name is shared
-by containers; a start by the wall clock moves with the clock. Knows nothing of leases.
+Owns when two processes are the same: equal boot, PID namespace, pid and start time. A pid alone is reused, containers may share
+a host's name, and a start time by the wall clock moves with the clock. Knows nothing of leases.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ GONE = ("Z", "X", "x")  # states of a process that has ended
 class ProcessIdentity(BaseModel):
     """One process of one boot of one machine. Equal identities are the same process."""
 
-    host: str  # for people
+    host: str  # for messages only
     boot: str
     namespaces: str
     pid: int
-    started: float  # Linux: clock ticks since the boot; elsewhere seconds since the epoch, as the kernel noted them
+    started: float  # Linux: clock ticks since the boot; elsewhere the kernel's seconds since the epoch
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """The calling process."""
+        """The identity of the calling process."""
         pid = os.getpid()
         started = _started("self") if sys.platform == "linux" else psutil.Process(pid).create_time()
         assert started is not None, "a running process has a start"
@@ -42,7 +42,7 @@ class ProcessIdentity(BaseModel):
         )
 
     def lives(self) -> bool | None:
-        """Whether the process lives. None where this process cannot know: another machine, boot or PID namespace."""
+        """Whether the process lives. None if this process cannot know: on another machine, boot or PID namespace."""
         if (self.boot, self.namespaces) != (_boot(), _namespaces()):
             return None
         if not _pid_exists(self.pid):
@@ -50,19 +50,20 @@ class ProcessIdentity(BaseModel):
         if sys.platform != "linux":
             return abs(psutil.Process(self.pid).create_time() - self.started) < 1
         if os.readlink("/proc/self") != str(os.getpid()):
-            return None  # /proc shows another namespace's processes
+            return None  # here /proc shows another namespace's processes
         started = _started(str(self.pid))
         if started is not None:
             return started == self.started
         return None if _pid_exists(self.pid) and not _is_gone(str(self.pid)) else False
 
     def send_signal(self, number: int) -> bool:
-        """Send a signal to this very process; False if it has ended, or this process cannot know whether it lives.
+        """Send a signal to exactly this process; False if it has ended, or the caller cannot know whether it lives.
 
         Raises PermissionError for another user's process.
         """
         try:
-            with _held(self.pid) as send:  # from here on the pid is no other process's
+            # holds the process, so that a reused pid cannot get the signal
+            with _held(self.pid) as send:
                 if not self.lives():
                     return False
                 send(number)
@@ -76,7 +77,7 @@ class ProcessIdentity(BaseModel):
 
 @contextlib.contextmanager
 def _held(pid: int) -> Iterator[Callable[[int], None]]:
-    """How to signal the process that has this pid now, whichever has it later. Elsewhere than on Linux nothing holds a pid."""
+    """Yields a function that signals the process that has this pid now, even if the pid is reused. Not so outside Linux."""
     if sys.platform != "linux":
         yield lambda number: os.kill(pid, number)
         return
@@ -88,14 +89,14 @@ def _held(pid: int) -> Iterator[Callable[[int], None]]:
 
 
 def _boot() -> str:
-    """Names this boot of this machine's kernel."""
+    """An id of this machine's current boot."""
     if BOOT_ID.exists():
         return BOOT_ID.read_text().strip()
     return f"{socket.gethostname()} since {psutil.boot_time():.0f}"
 
 
 def _namespaces() -> str:
-    """The namespaces in which pids and start times of this process are meant, empty where there are none."""
+    """The namespaces that this process's pid and start time belong to; "" if the system has none."""
     links = [Path("/proc/self/ns") / name for name in NAMESPACES]
     return " ".join(os.readlink(link) for link in links if link.exists())
 
@@ -106,12 +107,12 @@ def _pid_exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # another user's
+        pass  # it belongs to another user
     return True
 
 
 def _started(process: str) -> float | None:
-    """Start of a process of /proc in clock ticks since the boot; None if it has ended or is hidden."""
+    """Start time of a process in /proc, in clock ticks since the boot; None if it has ended or is hidden."""
     fields = _stat(process)
     return float(fields[19]) if fields and fields[0] not in GONE else None
 
@@ -122,7 +123,7 @@ def _is_gone(process: str) -> bool:
 
 
 def _stat(process: str) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty if there is no such process, or it is hidden."""
+    """Fields of /proc/PID/stat from the state on; empty if the process does not exist or is hidden."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:

@@ -1,6 +1,6 @@
-"""Processes that a file in MILLRACE_HOME records: the only server of its kind that a home has.
+"""Finds processes that were recorded in a file of MILLRACE_HOME, such as a local server.
 
-Owns how such a file is read, and whether a process is the one that was recorded. Knows nothing of what the record holds.
+Owns how such a file is read, and whether a process is the recorded one. Knows nothing of what else the record holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from millrace.core.errors import MillraceError
 
 
 def read_record(path: Path) -> bytes | None:
-    """The content of a record's file, None if there is none. Raises MillraceError if it cannot be read."""
+    """The content of a record's file, None if the file does not exist. Raises MillraceError if it cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -25,7 +25,7 @@ def read_record(path: Path) -> bytes | None:
 
 
 def find_process(pid: int, created: float) -> psutil.Process | None:
-    """The process of a pid, if it is the one that was recorded. `created`: seconds since the epoch."""
+    """The process of this pid if it was created at the recorded time, else None. `created`: seconds since the epoch."""
     try:
         process = psutil.Process(pid)
         return process if abs(process.create_time() - created) < 1 else None
@@ -34,7 +34,7 @@ def find_process(pid: int, created: float) -> psutil.Process | None:
 
 
 def is_alive(pid: int, created: float) -> bool:
-    """Whether the recorded process lives. One that has ended and waits for its parent does not."""
+    """Whether the recorded process lives. A zombie does not."""
     process = find_process(pid, created)
     try:
         return process is not None and process.status() != psutil.STATUS_ZOMBIE
@@ -43,7 +43,7 @@ def is_alive(pid: int, created: float) -> bool:
 
 
 def send_signal(process: psutil.Process, number: int) -> None:
-    """Send a signal, if the process is still there."""
+    """Send a signal, unless the process has ended."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
