@@ -1,1 +1,1 @@
-"""Environments of other packages, as environments of a rollout. Each needs an extra of its own name."""
+"""Environments of other packages, wrapped for rollouts. Each needs the extra that has its name."""

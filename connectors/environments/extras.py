@@ -1,4 +1,4 @@
-"""What the environments share: packages that are there only if their extra is installed, and what a row says."""
+"""Shared by the environments: importing the package of an extra, and reading a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.core.sessions.interface import Task
 
 
 def package(module: str, extra: str) -> Any:
-    """The module of an extra. Raises ConfigError naming the extra where it is not installed."""
+    """Import a module that an extra installs. Raises ConfigError naming the extra if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -24,7 +24,7 @@ def package(module: str, extra: str) -> Any:
 
 
 def number(task: Task, name: str) -> int:
-    """The whole number of this name in the row's metadata, else one that follows from its prompt: the same for a group."""
+    """The whole number of this name in the row's metadata, otherwise a hash of the prompt. It is the same for a whole group."""
     if name in task.metadata:
         return int(task.metadata[name])
     return zlib.crc32(json.dumps(task.prompt, sort_keys=True, default=str).encode())

@@ -1,6 +1,6 @@
-"""Gymnasium's environments by text: what the policy is shown is text, and its action is read from the text of a turn.
+"""Gymnasium's environments as text: observations are shown as text, and the action is parsed from the policy's turn.
 
-An episode is made again from its seed after a restart: the same seed must give the same episode.
+After a restart an episode is replayed from its seed, so the same seed must give the same episode.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEEDS = 1 << 31
 
 
 class GymnasiumText:
-    """One episode. Its reward is the sum of the rewards of its steps."""
+    """One episode. Its reward is the sum of its steps' rewards."""
 
     recovery: Literal["restart"] = "restart"
 
@@ -34,12 +34,12 @@ class GymnasiumText:
         actions: Mapping[str, Any] | None = None,
         instructions: str = "",
     ) -> None:
-        """The environment with this id of Gymnasium's registry, made with the arguments `make`.
+        """The environment with this id in Gymnasium's registry, created with the arguments `make`.
 
-        register: module that registers it. show: its observations, or what it renders as text.
-        action: pattern whose last match in a turn is the action, by its first group; by default the last line.
-        actions: what each text stands for; by default the text itself, a number where the environment takes numbers.
-        instructions: what is shown before the first observation.
+        register: module that registers it. show: show the observations, or the environment's rendering as text.
+        action: pattern for the action: the first group of its last match in a turn; by default the last line.
+        actions: the action for each text; by default the text, or a number if the environment takes numbers.
+        instructions: text shown before the first observation.
         """
         gymnasium = package("gymnasium", "gymnasium")
         if register:
@@ -58,13 +58,13 @@ class GymnasiumText:
         self._steps = 0
 
     async def reset(self, task: Task) -> Observation:
-        """Begin with `seed` of the row's metadata, or one that follows from its prompt."""
+        """Start the episode with the `seed` in the row's metadata, otherwise a hash of its prompt."""
         observation, _ = self._environment.reset(seed=number(task, "seed") % SEEDS)
         self._sum, self._steps = 0.0, 0
         return Observation("\n\n".join(filter(None, (self._instructions, self._seen(observation)))))
 
     async def step(self, turn: Turn) -> Observation | Done:
-        """Take the action of the turn. One that cannot be read changes nothing, and is answered by how to write it."""
+        """Take the turn's action. If it cannot be parsed, nothing changes, and the answer says how to write an action."""
         action, problem = self._read(turn.content)
         if problem:
             return Observation(problem)
@@ -76,15 +76,15 @@ class GymnasiumText:
         return Observation(self._seen(observation))
 
     async def close(self) -> None:
-        """End the environment."""
-        with contextlib.suppress(AttributeError):  # some have nothing to close
+        """Close the environment."""
+        with contextlib.suppress(AttributeError):  # some environments have no close
             self._environment.close()
 
     def _seen(self, observation: Any) -> str:
         return str(self._environment.render() if self._show == "render" else observation)
 
     def _read(self, text: str) -> tuple[Any, str]:
-        """The action in a text; or what to say where there is none."""
+        """The action in a text and ""; or None and the message for the policy."""
         matches = list(self._pattern.finditer(text))
         written = (matches[-1][1] if self._pattern.groups else matches[-1][0]).strip() if matches else ""
         if self._actions is not None:

@@ -1,7 +1,7 @@
-"""Environments of OpenEnv: a server at a URL holds the episode, and each rollout has a session of its own there.
+"""Environments of OpenEnv: a server at a URL holds the episodes, one session per rollout.
 
-An episode is made again after a restart, with the seed and the arguments that it had: a server that does not heed the seed
-may show something else, and generation goes on from the first difference.
+After a restart an episode is replayed with its seed and arguments. If the server ignores the seed, it may show something else,
+and generation continues from the first difference.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Done, Observation, Task, Turn
 
 SEEDS = 1 << 31
-MESSAGE_TIMEOUT_S = 3600.0  # the step's own limit is rollout.session.timeout_s
-SERVER_ONLY = ("done", "reward", "metadata")  # of an observation, which the policy is not shown
+MESSAGE_TIMEOUT_S = 3600.0  # long, since rollout.session.timeout_s limits each step
+SERVER_ONLY = ("done", "reward", "metadata")  # fields of an observation that the policy does not see
 
 
 class OpenEnv:
@@ -33,12 +33,12 @@ class OpenEnv:
         reset: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """url: of the server, whose environments must run several sessions side by side.
+        """url: of the server. Its environments must support several sessions at once.
 
-        action: field of the server's action that takes the text of a turn; null: the turn is the action, as JSON.
-        show: field of an observation that is shown as text; null: all of it, as JSON.
-        reward: of an episode: the sum of its steps' rewards, or the last one.
-        reset: arguments of the server's reset, besides `reset` of a row's metadata and the seed.
+        action: field of the server's action for the text of a turn; null: the turn is the action, as JSON.
+        show: field of an observation to show as text; null: all of it, as JSON.
+        reward: an episode's reward: the sum of its steps' rewards, or the last one.
+        reset: arguments for the server's reset, besides the row's metadata `reset` and the seed.
         """
         generic = package("openenv.core.generic_client", "openenv").GenericEnvClient
         self._client = generic(
@@ -49,7 +49,7 @@ class OpenEnv:
         self._rewards: list[float] = []
 
     async def reset(self, task: Task) -> Observation | None:
-        """Begin an episode with `seed` of the row's metadata, or one that follows from its prompt."""
+        """Start an episode with the `seed` in the row's metadata, otherwise a hash of its prompt."""
         await self._client.connect()
         seed = number(task, "seed") % SEEDS
         arguments = {"seed": seed, **self._reset, **task.metadata.get("reset", {})}
@@ -59,7 +59,7 @@ class OpenEnv:
         return Observation(text) if text else None
 
     async def step(self, turn: Turn) -> Observation | Done:
-        """Send the turn as an action. What the server refuses is shown to the policy."""
+        """Send the turn as an action. If the server refuses it, the policy sees the reason."""
         if self._action is not None:
             action: Any = {self._action: turn.content}
         else:

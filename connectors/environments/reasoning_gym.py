@@ -1,7 +1,7 @@
 """Questions of Reasoning Gym: every generator by its name, scored by the package.
 
-A row says which question is its own by `index` in its metadata, and may name `generator` and `config` besides. `rows` makes
-them for a data source, of any level of difficulty; `write_prompts` writes them, and so does
+A row's metadata holds the `index` of its question, and may name `generator` and `config`. `rows` makes rows for a data source,
+at any level of difficulty. `write_prompts` writes a file of rows, as does
 `python -m millrace.connectors.environments.reasoning_gym leg_counting 1000 prompts.jsonl`. `score` is their reward.
 """
 
@@ -22,7 +22,7 @@ from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Done, Observation, Task, Turn
 
 FIELD = "rollout.session.environment.options"
-COMPOSITE = "composite"  # the package's generator of questions of several others
+COMPOSITE = "composite"  # the package's generator that draws from several others
 HOW = "Give the final answer between <answer> and </answer>."
 
 
@@ -34,7 +34,7 @@ class ReasoningGym:
     def __init__(
         self, generator: str = "", config: Mapping[str, Any] | None = None, size: int = 10_000
     ) -> None:
-        """generator, config: of rows that name none. size: questions of a generator; an index beyond begins again."""
+        """generator, config: for rows that do not name them. size: questions per generator; a larger index wraps around."""
         self._generator, self._config, self._size = generator, dict(config or {}), size
 
     async def reset(self, task: Task) -> Observation | None:
@@ -47,15 +47,15 @@ class ReasoningGym:
         return None if question in last_message(task) else Observation(f"{question}\n\n{HOW}")
 
     async def step(self, turn: Turn) -> Done:
-        """Score what stands in the last <answer>, or else all of the turn."""
+        """Score the text of the last <answer>, otherwise the whole turn."""
         return Done(*_scored(turn.content, self._questions, self._entry))
 
     async def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to close."""
 
 
 class Rows:
-    """Questions of a generator as rows of a source, each made when it is asked for."""
+    """A generator's questions as rows of a source, each made on demand."""
 
     def __init__(self, generator: str, config: Mapping[str, Any], size: int) -> None:
         self._generator, self._config, self._size = generator, dict(config), size
@@ -74,15 +74,15 @@ def rows(
 ) -> Rows:
     """Rows of a data source (millrace.DataSource): `size` questions of a generator.
 
-    level: sets every attribute of the generator's own curriculum, each at most to its highest level; what `config` names
-    stays. Errors: ConfigError for an unknown generator, one without a curriculum, or a config that it does not take.
+    level: sets every attribute of the generator's curriculum, each at most to its highest level, except those in `config`.
+    Errors: ConfigError if the generator is unknown, has no curriculum, or does not accept the config.
     """
     given = dict(config or {})
     return Rows(generator, given if level is None else {**_of_level(generator, level), **given}, size)
 
 
 def score(sample: RewardInput) -> RewardResult:
-    """The package's score of the last <answer>, or else of the whole response (millrace.Reward)."""
+    """The package's score of the last <answer>, otherwise of the whole response (millrace.Reward)."""
     made = sample.metadata
     questions = _questions(
         str(made["generator"]), json.dumps(made["config"], sort_keys=True), int(made.get("size", 10_000))
@@ -115,7 +115,7 @@ def _of_level(generator: str, level: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _questions(generator: str, config: str, size: int) -> Any:
-    """A generator's questions; with the seed of its config, else 0."""
+    """A generator's questions, with the seed in its config or 0."""
     package("reasoning_gym", "reasoning-gym")
     factory = package("reasoning_gym.factory", "reasoning-gym")
     if generator not in factory.DATASETS:
@@ -152,9 +152,10 @@ def write_prompts(
     first: int = 0,
     size: int = 10_000,
 ) -> None:
-    """Write `count` questions of a generator as prompts, from the question `first` on. `size` as in the environment's options."""
+    """Write `count` questions of a generator as prompts, from question `first` on. `size`: the environment's option."""
     if first + count > size:
-        raise ValueError(f"questions {first} to {first + count - 1} of a generator with size={size}")
+        last = first + count - 1
+        raise ValueError(f"asked for questions {first} to {last}, but size is {size}; raise size")
     config = dict(config or {})
     questions = _questions(generator, json.dumps(config, sort_keys=True), size)
     with Path(path).open("w", encoding="utf-8") as file:

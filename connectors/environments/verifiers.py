@@ -1,7 +1,7 @@
-"""Environments of verifiers: the package runs the episode and scores it, and asks the rollout's session for every turn.
+"""Environments of verifiers: the package runs the episode and scores it, and asks the rollout's session for each turn.
 
-A row says which task is its own by `index` in its metadata; `write_prompts` writes such rows. `run` is a rollout function:
-verifiers owns the loop. After a restart it runs again, and turns that were recorded are not generated again.
+A row's metadata holds the `index` of its task; `write_prompts` writes such rows. `run` is a rollout function, since verifiers
+owns the loop. After a restart it runs again, and recorded turns are not generated again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NO_KEY = "MILLRACE_NO_KEY"  # a variable that is not set: the address itself is 
 
 
 async def run(session: LiveSession, *, taskset: str, config: Mapping[str, Any] | None = None) -> RewardResult:
-    """One episode of a taskset by its id, and the reward that verifiers gives it.
+    """Run one episode of a taskset, named by its id, and return verifiers' reward.
 
-    config: of the environment, as verifiers has it under `env`. A seat without a harness of its own has a plain dialogue, and
-    without a runtime it is this process. One seat, without a client of its own, is the policy's.
+    config: the environment's, in the form of verifiers' `env`. A seat without a harness gets a plain dialogue, and without a
+    runtime it runs in this process. Exactly one seat must lack a client: the policy plays it.
     """
     vf = package("verifiers.v1", EXTRA)
     environment = _environment(taskset, config or {})
@@ -52,7 +52,7 @@ async def run(session: LiveSession, *, taskset: str, config: Mapping[str, Any] |
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError(
-            "; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not end"
+            "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode did not end"
         )
     (trace,) = (
         trace for trace in episode.traces if trace.agent.name in ("", None, *_policies(environment.config))
@@ -65,7 +65,7 @@ async def run(session: LiveSession, *, taskset: str, config: Mapping[str, Any] |
 def write_prompts(
     path: str | Path, taskset: str, count: int | None = None, config: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the first `count` tasks of a taskset as prompts; None: all."""
+    """Write the first `count` tasks of a taskset as prompts; None writes all."""
     chat = _chat()
     harness = chat.MillraceChat(chat.MillraceChatConfig())
     with Path(path).open("w", encoding="utf-8") as file:
@@ -75,7 +75,7 @@ def write_prompts(
 
 
 def _chat() -> Any:
-    """The harness's module, where verifiers finds it: it looks for modules that are at the top."""
+    """The harness's module, registered at the top level: verifiers finds modules only there."""
     chat = package("millrace.connectors.environments.verifiers_chat", EXTRA)
     sys.modules.setdefault(chat.NAME, chat)
     return chat
@@ -102,15 +102,15 @@ def _environment(taskset: str, config: Mapping[str, Any]) -> Any:
     policies = _policies(environment.config)
     if len(policies) != 1:
         raise ConfigError(
-            f"its seats {', '.join(policies) or '(none)'} have no client of their own, and one is the policy's",
+            f"the seats {', '.join(policies) or '(none)'} have no client; exactly one must have none, for the policy",
             where=f"{FIELD}.config",
-            remedy="give each other seat its client",
+            remedy="give every other seat a client",
         )
     return environment
 
 
 def _policies(config: Any) -> list[str]:
-    """The seats that the policy would play."""
+    """The seats without a client, which the policy would play."""
     seats = package("verifiers.v1.configs.agent", EXTRA).agent_config_fields(config)
     return [name for name, seat in seats.items() if seat.client is None]
 
@@ -121,7 +121,7 @@ def _key(config: Mapping[str, Any] | None) -> str:
 
 @lru_cache(maxsize=8)
 def _tasks(taskset: str, config: str, most: int = 1_000_000) -> list[Any]:
-    """All tasks of a taskset; of one without an end the first ones."""
+    """All tasks of a taskset; the first 10,000 if it has no end."""
     found = _environment(taskset, json.loads(config)).taskset
     return list(islice(found, most if found.bounded else 10_000))
 

@@ -1,6 +1,6 @@
-"""The harness in which an environment of verifiers has its turns: a plain dialogue, in this process.
+"""A harness for verifiers' environments: a plain dialogue in this process.
 
-Imported by verifiers under the name NAME, and only where it is installed.
+verifiers imports it under the name NAME. Needs the package verifiers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["MillraceChat"]
 
 
 class MillraceChatConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """It has no settings."""
+    """No settings."""
 
     id: str = NAME
 
 
 class MillraceChat(vf.Harness[MillraceChatConfig]):  # type: ignore[misc]
-    """One answer to the prompt, and to whatever the environment says next."""
+    """One answer to the prompt, and one to each further message of the environment."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -51,7 +51,7 @@ class MillraceChat(vf.Harness[MillraceChatConfig]):  # type: ignore[misc]
 
 
 def opening(harness: Any, data: Any) -> list[dict[str, Any]]:
-    """The messages that a task begins with."""
+    """The messages that a task starts with."""
     system, prompt = harness.resolve_prompt(data)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):

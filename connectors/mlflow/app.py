@@ -2,10 +2,10 @@
 
     python -m millrace.connectors.mlflow.app FD STORE HOME
 
-FD is the number of an inherited socket that listens on loopback. STORE is the tracking store's URI. HOME is the MILLRACE_HOME
-whose server it is. What it asks for, `user:password` of HTTP basic authentication, stands in MILLRACE_MLFLOW_LOGIN.
+FD is the number of an inherited socket that listens on loopback. STORE is the tracking store's URI. HOME is the server's
+MILLRACE_HOME. MILLRACE_MLFLOW_LOGIN holds the login, `user:password` of HTTP basic authentication.
 
-MLflow's assistant runs shell commands on the server's host for whoever may open the page.
+The assistant is off because it runs shell commands on the server's host for anyone who can open the page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASSISTANT = "/mlflow/assistant"
 
 
 class Login:
-    """ASGI middleware: answers 401 to every request without the login, but for `/health`, and 404 to the assistant's."""
+    """ASGI middleware: answers 401 to requests without the login, except to `/health`, and 404 to the assistant's."""
 
     def __init__(self, app: Application, login: str) -> None:
         self.app = app
@@ -55,7 +55,7 @@ async def _answer(send: Send, status: int, text: str, *headers: tuple[bytes, byt
 
 
 def main() -> None:
-    """Serve on the inherited socket until ended."""
+    """Serve on the inherited socket until the process is ended."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
     store, home = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""A local MLflow server over a tracking store that is a file or a database: on loopback, behind a login, started once.
+"""A local MLflow server for a tracking store in a file or a database: on loopback, behind a login, started once.
 
 Owns its process. Knows nothing of what a run logs.
 """
@@ -11,15 +11,15 @@ from pathlib import Path
 from millrace.connectors.storage.exclusive.local_server import LocalServer
 
 USUAL_PORT = 5000
-LOGIN = "MILLRACE_MLFLOW_LOGIN"  # in the process's environment: what it asks for, `user:password`
+LOGIN = "MILLRACE_MLFLOW_LOGIN"  # the process's environment variable for the login, `user:password`
 SQLITE = "sqlite:///"
 
 
 def ensure_mlflow(uri: str, login: str, port: int | None = None, timeout_s: float = 120) -> str:
-    """The address of the local server over the store at `uri`, which is started if it does not run.
+    """Start the local server for the store at `uri`, unless it runs; returns its address.
 
-    login: `user:password`, what it asks for. port: on loopback; None for the usual one, or another if that is taken.
-    A home has one such server: one over another store, or on another port than wanted, is ended.
+    login: `user:password`. port: on loopback; None for the usual port, or a free one if that is taken.
+    A home has one such server: if it serves another store, or has another port than asked for, it is replaced.
     Raises MillraceError with the end of the server's log if it does not come up.
     """
     store = _absolute(uri)
@@ -40,13 +40,13 @@ def stop_mlflow() -> bool:
 
 
 def local_page() -> str:
-    """The address of the local server, or where it will be if none has another program's port."""
+    """The address of the local server; if none runs, the address it gets if its usual port is free."""
     record = _server("").record()
     return record["url"] if record else f"http://127.0.0.1:{USUAL_PORT}"
 
 
 def _absolute(uri: str) -> str:
-    """The URI of a store as seen from any folder."""
+    """A store's URI with an absolute path, so that it means the same in any folder."""
     if not uri.startswith(SQLITE):
         return uri
     return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
@@ -58,7 +58,7 @@ def _server(login: str) -> LocalServer:
         file="mlflow-server",
         module="millrace.connectors.mlflow.app",
         path="",
-        folder=Path(os.sep),  # it needs none, and keeps none in use
+        folder=Path(os.sep),  # a folder that is never removed: the server needs none
         environment=lambda page: {
             LOGIN: login,
             "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -1,7 +1,6 @@
 """One MLflow run per training run: metrics, parameters, tags and artifacts.
 
-Owns the tracking client, and where its database is when none is configured. Importing mlflow takes seconds, so `start`
-does it.
+Owns the tracking client, and the default database. Importing mlflow takes seconds, so `start` imports it.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from millrace.core.plain_text import whole
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-LOCKED = "database is locked"  # as SQLite says it
+LOCKED = "database is locked"  # SQLite's message
 LOCKED_S, POLL_S = 600.0, 1.0
 PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100
 METRIC_BATCH = 1000
-SAMPLED_EVERY_S, SAMPLES_A_POINT = 10, 6  # of the host's load: a point a minute
+SAMPLED_EVERY_S, SAMPLES_A_POINT = 10, 6  # of the host's load: one point per minute
 TAG_LIMIT = 5000  # characters of a tag's value
 FOLDER_TAG = "millrace.run_folder"
-IDENTITY_TAG = "millrace.run_identity"  # another one for each run that begins in the folder
+IDENTITY_TAG = "millrace.run_identity"  # differs for each run started in the same folder
 OVERVIEW = "0_overview"  # the first section of charts
-FIRST = {  # what is in it, besides held-out rewards
+FIRST = {  # its curves, besides held-out rewards
     "reward/mean": "reward",
     "rollout/response_length_mean": "response_length",
     "rollout/truncated_share": "truncated_share",
@@ -55,7 +54,7 @@ HELD_OUT = re.compile(r"^eval/([^/]+)/reward_mean$")
 KIND_TAG, KIND = (
     "mlflow.experimentKind",
     "custom_model_development",
-)  # its pages are those for training, not for LLM apps
+)  # shows MLflow's pages for training, not for LLM apps
 CURVES = (
     "workflowType=machine_learning"  # the same for one visit, also where a browser remembers the other pages
 )
@@ -64,7 +63,7 @@ CURVES = (
 def _taken(
     call: Callable[Concatenate[MlflowTracker, P], None],
 ) -> Callable[Concatenate[MlflowTracker, P], None]:
-    """A call whose failure at the store is raised as TrackerError, naming the store."""
+    """Decorator: a failure of the store is raised as TrackerError, naming the store."""
 
     @wraps(call)
     def taken(self: MlflowTracker, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -74,7 +73,7 @@ def _taken(
             call(self, *args, **kwargs)
         except (MlflowException, OSError) as error:
             raise TrackerError(
-                f"MLflow's store does not take what it is given: {str(error).partition(chr(10))[0]}",
+                f"MLflow's store refuses the data: {str(error).partition(chr(10))[0]}",
                 where=f"tracking.uri = {self.uri}",
             ) from error
 
@@ -89,24 +88,25 @@ class MlflowTracker:
         self.uri = uri
         self.experiment_id = experiment_id
         self.run_id = run_id
-        self._curves: dict[str, dict[int, float]] = {}  # by metric and step, of those that were read
-        self._monitor: Any = None  # thread that logs the host's load
+        self._curves: dict[str, dict[int, float]] = {}  # values by metric and step, of the curves read so far
+        self._monitor: Any = None  # the thread that logs the host's load
 
     @classmethod
     def start(
         cls, uri: str | None, experiment: str, name: str, folder: str, identity: str, run_id: str | None
     ) -> MlflowTracker:
-        """Start the MLflow run of a run, or resume it: by its id, or else by the run's identity in the experiment.
+        """Start the MLflow run of a run, or resume it, found by its id or by the run's identity in the experiment.
 
-        A copied or moved folder brings the id of a run that is its original's: it gets one of its own. So does a run that
-        begins again in a folder that was deleted.
+        A copied or moved folder holds the id of the original's MLflow run, so it gets a new one. So does a new run in a
+        folder that was deleted.
         Waits while another process has locked the store's database. Raises MillraceError naming tracking.uri if the store cannot
         be reached.
         """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("DO_NOT_TRACK", "1")
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs each table that it creates
-        # it logs the traceback of each error of its database that it raises
+        # at INFO it logs each table that it creates
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        # it logs the traceback of each database error that it also raises
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         where, until = uri or default_uri(), time.monotonic() + LOCKED_S
         with waiting(log, f"MLflow's store ({where})"):
@@ -135,14 +135,15 @@ class MlflowTracker:
                 tags = {FOLDER_TAG: folder, IDENTITY_TAG: identity}
                 run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
             else:
-                client.update_run(run_id, status="RUNNING")  # it may have been marked finished or failed
+                # an earlier attempt may have marked it finished or failed
+                client.update_run(run_id, status="RUNNING")
         except (MlflowException, OSError) as error:
             raise _unreachable(where, error) from error
         return cls(client, where, experiment_id, run_id)
 
     @_taken
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one point per metric. Leaves out values that are not finite, and a step that was logged before."""
+        """Append one point per metric. Skips values that are not finite, and a step that was logged before."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -155,7 +156,7 @@ class MlflowTracker:
         if not points:
             return
         if step in self._curve(points[-1].key):
-            return  # a driver died after this call, before it recorded that it made it
+            return  # an earlier driver logged this step, and died before it recorded that
         for at in range(0, len(points), METRIC_BATCH):
             self._client.log_batch(self.run_id, metrics=points[at : at + METRIC_BATCH])
         for point in points:
@@ -164,7 +165,7 @@ class MlflowTracker:
 
     @_taken
     def log_params(self, values: Mapping[str, Any]) -> None:
-        """Log nested values as flat parameters. Parameters that exist already keep their values."""
+        """Log nested values as flat parameters. Existing parameters keep their values."""
         from mlflow.entities import Param
 
         existing = self._client.get_run(self.run_id).data.params
@@ -196,18 +197,18 @@ class MlflowTracker:
             self._client.log_artifact(self.run_id, str(path), artifact_path=subfolder)
 
     def history(self, name: str) -> list[tuple[int, float]]:
-        """Points of a metric, as (step, value) by step: those in the store when it was first read, and those logged here since."""
+        """Points of a metric, (step, value) in order of steps: read from the store once, then with what was logged here."""
         return sorted(self._curve(portable_name(name)).items())
 
     def _curve(self, key: str) -> dict[int, float]:
-        """Read once: to read the rows of a long run's curve takes 3 MiB of memory a thousand."""
+        """A metric's values by step. Read once, since a long run's curve takes 3 MiB of memory per thousand rows."""
         if key not in self._curves:
             points = self._client.get_metric_history(self.run_id, key)
             self._curves[key] = {point.step: point.value for point in points}
         return self._curves[key]
 
     def log_image(self, png: bytes, name: str, step: int) -> None:
-        """Store a picture as NAME.png, in place of an earlier one."""
+        """Store a picture as NAME.png, replacing an earlier one."""
         self.log_artifact(png, f"{name}.png")
 
     def watch_system(self) -> None:
@@ -216,7 +217,7 @@ class MlflowTracker:
 
         logging.getLogger("mlflow.system_metrics").setLevel(
             logging.ERROR
-        )  # it warns where a run ends under it
+        )  # it warns if the run ends before it
         self._monitor = SystemMetricsMonitor(
             self.run_id,
             sampling_interval=SAMPLED_EVERY_S,
@@ -239,12 +240,12 @@ class MlflowTracker:
             self._monitor = None
 
     def url(self) -> str:
-        """Page of the run's curves: on the tracking server, or on the local one, which `millrace ui` starts."""
+        """The page of the run's curves, on the tracking server or on the local server that `millrace ui` starts."""
         return run_page(self.uri, self.experiment_id, self.run_id)
 
 
 def _overview(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The curves that people look at first, once more under names that MLflow's pages sort first."""
+    """The most important curves, logged a second time under names that MLflow's pages sort first."""
     held_out = {name: f"held_out_{match[1]}" for name in metrics if (match := HELD_OUT.match(name))}
     return {
         f"{OVERVIEW}/{short}": metrics[name]
@@ -259,7 +260,7 @@ def default_uri() -> str:
 
 
 def is_server(uri: str) -> bool:
-    """Whether a tracking URI is the address of a server, which has pages of its own."""
+    """Whether a tracking URI is a server's address; a server has its own pages."""
     return uri.startswith(("http://", "https://"))
 
 
@@ -269,7 +270,7 @@ def run_page(uri: str, experiment_id: str, run_id: str) -> str:
 
 
 def find_page(uri: str, run_id: str | None = None) -> str:
-    """The page of a run's curves; or without one the list of the runs that the newest is among.
+    """The page of a run's curves; without a run, the list of runs that contains the newest.
 
     Raises MillraceError naming tracking.uri if the store cannot be reached, or has no such run.
     """
@@ -292,7 +293,7 @@ def find_page(uri: str, run_id: str | None = None) -> str:
 
 
 def _unreachable(uri: str, error: Exception) -> MillraceError:
-    """What to raise where the store does not do what it was asked."""
+    """The error for a store that cannot be reached or fails."""
     return MillraceError(
         str(error),
         where=f"tracking.uri = {uri}",
@@ -305,9 +306,9 @@ def _page(uri: str) -> str:
 
 
 def made_once(uri: str) -> contextlib.AbstractContextManager[None]:
-    """Within, no other process of this host makes or migrates the tables of this SQLite file: MLflow locks nothing.
+    """Lock a SQLite file while its tables are created or migrated: MLflow takes no lock, and processes would collide.
 
-    A tracking server makes its own.
+    A tracking server creates its tables by itself.
     """
     if not uri.startswith(SQLITE):
         return contextlib.nullcontext()
@@ -331,13 +332,13 @@ def _experiment(client: Any, name: str, uri: str) -> str:
         return str(client.create_experiment(name, artifact_location=location, tags={KIND_TAG: KIND}))
     except MlflowException:
         experiment = client.get_experiment_by_name(name)
-        if experiment is None:  # no other process has created it meanwhile
+        if experiment is None:  # so the failure was not another process's creating it first
             raise
         return str(experiment.experiment_id)
 
 
 def _is_of(client: Any, run_id: str, folder: str) -> bool:
-    """Whether the MLflow run is there and belongs to this run folder, by whatever links that is reached, or names none."""
+    """Whether the MLflow run exists and belongs to this run folder, after links are resolved, or names no folder."""
     from mlflow.exceptions import MlflowException
 
     try:

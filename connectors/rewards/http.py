@@ -1,7 +1,7 @@
-"""A reward that an HTTP server gives.
+"""A reward from an HTTP server.
 
-It is sent {"prompt", "response", "label", "metadata"} as JSON, and answers with a number, or with a mapping whose key `reward`
-is the reward and whose other keys are its parts.
+The server gets {"prompt", "response", "label", "metadata"} as JSON. It answers with a number, or with a mapping: the key
+`reward` holds the reward, and the other keys are its parts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ async def http(
     attempts: int = 3,
     pause_s: float = 0.5,
 ) -> Any:
-    """What the server at `url` answers for a sample. A secret in `headers` is a reference: "Bearer ${env:NAME}".
+    """Ask the server at `url` for a sample's reward. Give secrets in `headers` as references: "Bearer ${env:NAME}".
 
-    timeout_s: of one attempt; all of them and the pauses between them have reward.timeout_s.
+    timeout_s: of one attempt; reward.timeout_s limits all attempts and pauses together.
     Errors: UnreachableError, RefusedError, UnreadableError.
     """
     prompt = sample.prompt if isinstance(sample.prompt, str) else [dict(message) for message in sample.prompt]

@@ -1,7 +1,7 @@
-"""A reward that a language model gives by a rubric, over an endpoint of OpenAI's form.
+"""A reward from a language model that grades by a rubric, over an OpenAI-compatible endpoint.
 
-A judge reads what the policy wrote, and the policy may learn to talk to it: keep a part of the reward that no text can argue
-with. An answer of the judge without a score fails the sample; it is no zero.
+The policy may learn to persuade the judge, since the judge reads its text: keep a part of the reward that no text can argue
+with. If the judge gives no score, the sample fails; it does not score 0.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ async def judge(
     attempts: int = 3,
     pause_s: float = 0.5,
 ) -> RewardResult:
-    """The judge's score of a response from 0 for `lowest` to 1 for `highest`; part `score` is the score itself, `words` all that
-    the judge said.
+    """The judge's score of a response, scaled from 0 for `lowest` to 1 for `highest`. Part `score` is the score before scaling,
+    `words` the judge's text.
 
     url: up to /v1. api_key: a reference, ${env:NAME}. timeout_s: of one attempt.
-    Errors: UnreachableError, RefusedError, UnreadableError where the judge gives no score in range; ConfigError.
+    Errors: UnreachableError, RefusedError, UnreadableError if the judge gives no score in range; ConfigError.
     """
     if not lowest < highest:
         raise ConfigError(
@@ -70,7 +70,7 @@ async def judge(
 def messages_for(
     sample: RewardInput, rubric: str, lowest: float = 0.0, highest: float = 10.0
 ) -> list[dict[str, str]]:
-    """What the judge is asked."""
+    """The messages for the judge."""
     return [
         {"role": "system", "content": SYSTEM.format(rubric=rubric, lowest=lowest, highest=highest)},
         {"role": "user", "content": _question(sample)},
@@ -80,7 +80,7 @@ def messages_for(
 async def completion(
     url: str, body: Any, api_key: str | None, timeout_s: float, attempts: int, pause_s: float
 ) -> tuple[str, str]:
-    """The text that an endpoint of OpenAI's form completes a chat with, and its address. Errors: as of `post`."""
+    """Complete a chat at an OpenAI-compatible endpoint; returns the text and the endpoint's address. Raises the errors of `post`."""
     endpoint = f"{url.rstrip('/')}/chat/completions"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
     answer = await post(
@@ -90,7 +90,7 @@ async def completion(
 
 
 def shown_prompt(sample: RewardInput) -> str:
-    """The prompt, and the row's label as the reference, as a judge reads them."""
+    """The prompt and, as the reference answer, the row's label, as text for a judge."""
     prompt = (
         sample.prompt
         if isinstance(sample.prompt, str)

@@ -1,6 +1,6 @@
-"""Which of two responses a language model finds better by a rubric: the comparison of a tournament.
+"""Compares two responses by a rubric with a language model, for tournaments.
 
-Give it to `millrace.core.rewards.tournament.group_reward:tournament` as `compare`. The endpoint has OpenAI's form.
+Pass it to `millrace.core.rewards.tournament.group_reward:tournament` as `compare`. The endpoint is OpenAI-compatible.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ async def pairwise_judge(
     attempts: int = 3,
     pause_s: float = 0.5,
 ) -> RewardResult:
-    """1 if the judge finds the first better, 0 if the second, 0.5 for a tie; part `words` is what it said.
+    """1 if the judge prefers the first response, 0 if the second, 0.5 for a tie; part `words` is the judge's text.
 
     url: up to /v1. api_key: a reference, ${env:NAME}. timeout_s: of one attempt.
-    Errors: UnreachableError, RefusedError, UnreadableError where the judge does not say which is better.
+    Errors: UnreachableError, RefusedError, UnreadableError if the judge does not say which is better.
     """
     shown = [shown_prompt(first)]
     for mark, sample in (("A", first), ("B", second)):

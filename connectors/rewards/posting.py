@@ -1,6 +1,6 @@
-"""One JSON question to an HTTP server, for rewards that ask one: tried again where that may help.
+"""Posts JSON to an HTTP server, with retries, for rewards that ask a server.
 
-Owns retries, their pauses, and the error of each kind of failure. Redirects are not followed: headers may hold a secret.
+Owns retries, their pauses, and the error for each kind of failure. Does not follow redirects, since headers may hold a secret.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace.core.plain_text import whole_values
 LATER = {408, 425, 429, 500, 502, 503, 504}  # statuses of a server that may answer later
 LONGEST_PAUSE_S = 30.0
 EXCERPT = 200
-LARGEST = 1 << 20  # bytes of an answer
+LARGEST = 1 << 20  # bytes; a longer answer is refused
 CHARSETS = (
     "utf-8",
     "utf8",
@@ -28,19 +28,19 @@ CHARSETS = (
     "iso-8859-1",
     "latin-1",
     "windows-1252",
-)  # Python has slow and failing ones too
+)  # other codecs of Python may be slow or fail
 
 
 class RemoteRewardError(MillraceError):
-    """A server that a reward asks gave no answer that can be used."""
+    """A reward's server gave no usable answer."""
 
 
 class UnreachableError(RemoteRewardError):
-    """It could not be reached, or did not answer in time."""
+    """The server could not be reached, or did not answer in time."""
 
 
 class RefusedError(RemoteRewardError):
-    """It answered with an error. `status` is that of HTTP."""
+    """The server answered with an error. `status` is the HTTP status."""
 
     def __init__(self, reason: str, where: str, remedy: str, status: int) -> None:
         super().__init__(reason, where=where, remedy=remedy)
@@ -48,7 +48,7 @@ class RefusedError(RemoteRewardError):
 
 
 class UnreadableError(RemoteRewardError):
-    """Its answer is not what was asked for."""
+    """The server's answer does not have the expected form."""
 
 
 async def post(
@@ -62,10 +62,10 @@ async def post(
     asker: str = "the reward",
     largest: int = LARGEST,
 ) -> Any:
-    """What the server answers, read as JSON.
+    """Post `body` and return the server's answer, parsed from JSON.
 
-    timeout_s: of one attempt. pause_s: before the second attempt; twice as long before each further one, up to 30 s.
-    asker: whose settings a remedy names. largest: bytes of an answer that is read.
+    timeout_s: of one attempt. pause_s: before the second attempt; it doubles before each further one, up to 30 s.
+    asker: the name for error messages, whose settings a remedy points to. largest: bytes; a longer answer is refused.
     Errors: UnreachableError, RefusedError, UnreadableError.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -119,7 +119,7 @@ async def _attempt(session: aiohttp.ClientSession, url: str, body: Any, asker: s
 
 
 def read_json(text: str, url: str) -> Any:
-    """A text as JSON. Errors: UnreadableError."""
+    """Parse a text as JSON. Errors: UnreadableError."""
 
     try:
         return json.loads(text)

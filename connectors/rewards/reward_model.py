@@ -1,7 +1,7 @@
-"""A reward that a served reward model gives: a sequence classifier behind SGLang, vLLM or text-embeddings-inference.
+"""A reward from a served reward model: a sequence classifier behind SGLang, vLLM or text-embeddings-inference.
 
-Owns the text that is scored and the form of each server; knows nothing of the model. The dialogue is rendered by the reward
-model's own chat template, which is not the policy's.
+Owns the text that is scored and each server's API; knows nothing of the model. The reward model's chat template renders the
+dialogue, not the policy's.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ async def reward_model(
     attempts: int = 3,
     pause_s: float = 0.5,
 ) -> RewardResult:
-    """The model's score of a dialogue, or its sigmoid; part `score` is the score itself.
+    """The model's score of a dialogue, or the sigmoid of it; part `score` is the plain score.
 
-    url: of the server, without a path. tokenizer: folder or name of the reward model's, whose chat template renders prompt and
-    response; without one the prompt is text, and the response follows it. api_key: a reference, ${env:NAME}. timeout_s: of one
-    attempt.
-    Errors: UnreachableError, RefusedError, UnreadableError where the server gives no single score; ConfigError.
+    url: of the server, without a path. tokenizer: folder or name of the reward model's tokenizer, whose chat template renders
+    prompt and response; without one the prompt must be text, and the response is appended. api_key: a reference, ${env:NAME}.
+    timeout_s: of one attempt.
+    Errors: UnreachableError, RefusedError, UnreadableError if the server gives no single score; ConfigError.
     """
     for name, value, known in (("server", server, (*PATHS,)), ("transform", transform, TRANSFORMS)):
         if value not in known:
@@ -65,9 +65,9 @@ async def reward_model(
 
 
 def rendered(sample: RewardInput, tokenizer: str | None) -> str:
-    """Prompt and response as one text, without the token that begins a text: servers put it there.
+    """Prompt and response as one text, without the BOS token, which servers add.
 
-    Errors: ConfigError for chat messages without a tokenizer, or a tokenizer without a chat template.
+    Errors: ConfigError for chat messages without a tokenizer, or for a tokenizer without a chat template.
     """
     if tokenizer is None:
         if not isinstance(sample.prompt, str):
@@ -102,7 +102,7 @@ def rendered(sample: RewardInput, tokenizer: str | None) -> str:
 
 
 def _score(answer: Any, endpoint: str) -> float:
-    """The one number in {"embedding": [x]}, {"data": [{"data": [x]}]} or [{"score": x}], each of them in a list or not."""
+    """The single number in {"embedding": [x]}, {"data": [{"data": [x]}]} or [{"score": x}], with or without a list around it."""
     found = answer
     while not isinstance(found, int | float) or isinstance(found, bool):
         if isinstance(found, list) and len(found) == 1:

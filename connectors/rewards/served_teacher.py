@@ -1,12 +1,12 @@
-"""A teacher that a server holds: the log-probabilities that it gives to tokens the policy generated.
+"""A teacher behind a server: its log-probabilities for tokens that the policy generated.
 
-Owns the three protocols and what is read from their answers. Tokens go out as ids, and come back with the ids where a
-protocol has them: an answer about other tokens is refused. Knows nothing of tasks or files.
+Owns the three protocols and how their answers are parsed. Tokens are sent as ids. If the protocol returns ids, an answer about
+other tokens is refused. Knows nothing of tasks or files.
 
-- sglang: /generate with nothing to generate; log-probabilities at temperature 1 of the input from `logprob_start_len` on,
-  and with `top_logprobs_num` the likeliest tokens in place of each.
-- vllm: completions with `prompt_logprobs`, a mapping by token id for each token of the prompt, its likeliest ones included.
-- openai: completions with `echo`, which show the prompt's tokens as text alone.
+- sglang: /generate without new tokens; the input's log-probabilities at temperature 1 from `logprob_start_len` on, and with
+  `top_logprobs_num` the likeliest tokens at each position.
+- vllm: completions with `prompt_logprobs`, for each prompt token a mapping by token id that includes the likeliest tokens.
+- openai: completions with `echo`, which returns the prompt's tokens only as text.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from millrace.core.config.algorithm.teacher import TeacherServer
 from millrace.core.contracts.references import resolved
 
 FIELD = "algorithm.teacher_server"
-LARGEST = 64 << 20  # bytes of an answer
+LARGEST = 64 << 20  # bytes; a longer answer is refused
 
 
 class PromptToken(NamedTuple):
-    """A token of what was sent, as the server shows it. The first one has no log-probability."""
+    """A token of the prompt, as the server returns it. The first token has no log-probability."""
 
-    id: int | None  # None: the protocol does not show it
+    id: int | None  # None if the protocol does not return ids
     text: str | None
     logprob: float | None
-    top: Sequence[tuple[int, float]] = ()  # the likeliest tokens in its place, with their log-probabilities
+    top: Sequence[tuple[int, float]] = ()  # the likeliest tokens at its position, and log-probabilities
 
 
 class ResponseLogprobs(NamedTuple):
-    """What a teacher says of a response, in nats."""
+    """A teacher's log-probabilities for a response, in nats."""
 
-    logprobs: list[float]  # of each token after all tokens before it
-    top_tokens: list[int] | None = None  # the likeliest in place of each, one token's `top_k` after another's
+    logprobs: list[float]  # of each token, given all tokens before it
+    top_tokens: list[int] | None = None  # `top_k` likeliest tokens for each position, in one flat list
     top_logprobs: list[float] | None = None
 
 
 class ServedTeacher:
-    """Asks one server, about at most `concurrency` samples at once."""
+    """Asks one server, for at most `concurrency` samples at once."""
 
     def __init__(self, server: TeacherServer) -> None:
         self.server = server
         self._free = asyncio.Semaphore(server.concurrency)
 
     async def logprobs(self, tokens: Sequence[int], response_length: int) -> ResponseLogprobs:
-        """Log-probability of each of the last `response_length` tokens after all tokens before it.
+        """Log-probability of each of the last `response_length` tokens, given all tokens before it.
 
         Errors: UnreachableError, RefusedError, UnreadableError; ConfigError if the key is not set.
         """
@@ -61,7 +61,8 @@ class ServedTeacher:
             whole = await self._shown(list(tokens), start, self.server.top_k)
         shown, response = whole[-response_length:], list(tokens[-response_length:])
         same = [token.id for token in shown] == response
-        if self.server.protocol == "openai":  # which shows no ids
+        # the openai protocol returns no ids, so there is nothing to compare
+        if self.server.protocol == "openai":
             same = len(whole) == len(tokens)
         if not same:
             raise self._unreadable("it is about other tokens than were sent")
@@ -77,7 +78,7 @@ class ServedTeacher:
         return ResponseLogprobs(found, *self._tops(shown)) if self.server.top_k else ResponseLogprobs(found)
 
     def _tops(self, shown: Sequence[PromptToken]) -> tuple[list[int], list[float]]:
-        """The likeliest tokens in place of each, and their log-probabilities. Errors: UnreadableError."""
+        """The likeliest tokens at each position, and their log-probabilities. Errors: UnreadableError."""
         wanted = self.server.top_k
         for at, token in enumerate(shown):
             if len({each for each, _ in token.top}) != wanted or len(token.top) != wanted:
@@ -92,12 +93,12 @@ class ServedTeacher:
         return [token for token, _ in pairs], [value for _, value in pairs]
 
     async def tokenised(self, text: str) -> list[PromptToken]:
-        """A text as the server's own tokenizer cuts it. Errors: as of `logprobs`."""
+        """A text, tokenised by the server. Raises the errors of `logprobs`."""
         async with self._free:
             return await self._shown(text, 0, 0)
 
     async def _shown(self, prompt: str | list[int], start: int, top_k: int) -> list[PromptToken]:
-        """The tokens of the prompt, of SGLang from `start` on, with the `top_k` likeliest in place of each."""
+        """The prompt's tokens with the `top_k` likeliest at each position. SGLang returns them from `start` on."""
         if self.server.protocol == "sglang":
             sent = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
             answer = await self._post(
@@ -162,8 +163,8 @@ def _of_sglang(answer: Any) -> list[PromptToken]:
 
 
 def _of_vllm(answer: Any, top_k: int) -> list[PromptToken]:
-    """The first token is null; each further one a mapping, whose first entry is the prompt's own token. The likeliest have
-    ranks from 1 on; the own one is among them or comes on top."""
+    """Parse vLLM's answer. The first token is null; each further one is a mapping whose first entry is the prompt's token. The
+    likeliest tokens have ranks from 1 on. The prompt's token may be one of them; otherwise it is an additional entry."""
     found = [PromptToken(None, None, None)]
     for entry in answer["choices"][0]["prompt_logprobs"][1:]:
         token, shown = next(iter(entry.items()))
@@ -174,7 +175,7 @@ def _of_vllm(answer: Any, top_k: int) -> list[PromptToken]:
 
 
 def _of_openai(answer: Any) -> list[PromptToken]:
-    """The prompt's tokens and the one that was generated, as text; usage says how many are the prompt's."""
+    """Parse an OpenAI-compatible answer: the prompt's tokens and one generated token, as text. Its usage counts the prompt's."""
     shown = answer["choices"][0]["logprobs"]
     count = answer["usage"]["prompt_tokens"]
     values, texts = shown["token_logprobs"][:count], shown["tokens"][:count]

@@ -1,7 +1,7 @@
-"""Whether a served teacher cuts text into the tokens that the model's tokenizer cuts it into.
+"""Checks that a served teacher tokenises text as the model's tokenizer does.
 
-The server is sent a few fixed texts, and shows their tokens with its log-probabilities. Texts alone are sent: an id beyond
-its vocabulary ends some servers.
+Sends a few fixed texts to the server, which returns their tokens with its log-probabilities. Sends no token ids, since an id
+beyond the vocabulary crashes some servers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ TEXTS = (
     "Größe, señor, naïve; Привет, мир; 你好,世界; こんにちは",
     "internationalisation counterrevolutionaries antidisestablishment",
 )
-SPECIALS = 16  # of the added tokens: the first and the last of them
+SPECIALS = 16  # added tokens to test, from the first and the last ones
 
 
 async def differing_text(teacher: ServedTeacher, tokenizer: Any) -> str | None:
-    """The first text that the server cuts otherwise than `tokenizer`, of the tokenizers library; None if all are the same.
+    """The first text that the server tokenises differently from `tokenizer`, of the tokenizers library; None if all agree.
 
-    tokenizer: None where the model's is of another format, and cannot be compared.
+    tokenizer: None if the model's has another format and cannot be compared.
     Raises UnprovenError if nothing could be compared, unless `same_tokenizer` is set; RemoteRewardError as ServedTeacher does.
     """
     compared = 0
@@ -43,11 +43,11 @@ async def differing_text(teacher: ServedTeacher, tokenizer: Any) -> str | None:
 
 
 class UnprovenError(Exception):
-    """The server does not show the tokens of a text."""
+    """The server does not return the tokens of a text."""
 
 
 def _specials(tokenizer: Any) -> Iterator[str]:
-    """The texts of added tokens, whose ids are mostly the last ones of a vocabulary."""
+    """The texts of added tokens, whose ids are mostly the last of the vocabulary."""
     added = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
     half = SPECIALS // 2
     for token in added if len(added) <= SPECIALS else added[:half] + added[-half:]:
@@ -55,9 +55,9 @@ def _specials(tokenizer: Any) -> Iterator[str]:
 
 
 def _same(shown: Sequence[PromptToken], tokenizer: Any, text: str, special: bool) -> bool | None:
-    """Whether these are the tokenizer's ids of a text, with the special tokens that it adds itself or without.
+    """Whether these are the tokenizer's ids of a text, with or without the special tokens that it adds.
 
-    None: the server shows too little to say. Of SGLang and OpenAI's form all tokens are shown; vLLM leaves out the first.
+    None if the server returns too little to tell. SGLang and the openai protocol return all tokens; vLLM omits the first.
     """
     ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
     if len(shown) != len(ids):
@@ -74,5 +74,5 @@ def _same(shown: Sequence[PromptToken], tokenizer: Any, text: str, special: bool
 
 
 def _bare(text: str) -> str:
-    """A token's text without the marks of a space that vocabularies have."""
+    """A token's text without the marks that vocabularies use for a space."""
     return text.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").strip()

@@ -78,7 +78,7 @@ def check_none_driven() -> None:
     driven = [run for run in driven_runs() if run.driver.lives() is not False]
     if driven:
         raise LeaseHeldError(
-            "runs are driven and need the servers: "
+            "running drivers need the servers: "
             + ", ".join(f"{run.name} ({run.url}) by {run.driver}" for run in driven),
             where="millrace server stop",
             remedy="end them first: "

@@ -28,7 +28,7 @@ from millrace.core.contracts.task_records import EvaluatedMetrics, IterationReco
 from millrace.core.errors import CorruptFileError, MissingFileError, of_run
 
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
-OF_SOME = (JOINED, CUT, DEFERRED, SUMMARY)  # not in every iteration; the first three only if groups are deferred
+OF_SOME = (JOINED, CUT, DEFERRED, SUMMARY)  # the first three only if groups are deferred
 log = logging.getLogger(__name__)
 
 PUBLISH = "publish"  # the task whose record is written after the manifest

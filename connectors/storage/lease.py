@@ -1,11 +1,11 @@
 """One driver per run: a lease in the run folder with a fencing token that only grows.
 
-Owns `lease/NNNNNN.json`, a file a driver: the holder of token n is the process that created the file of n, and the highest is
-the run's. Creating is exclusive, so that one process gets a token. The holder renews by writing to its own file.
+Owns `lease/NNNNNN.json`, one file per driver: the process that created file n holds token n, and the highest token drives the
+run. Creating is exclusive, so that only one process gets a token. The holder renews by writing to its file.
 Knows nothing of what the driver does.
 
-Whether a holder lives is judged without comparing clocks: by the process table where holder and judge share a kernel and a PID
-namespace, else by watching for a renewal. docs/durability.md says what holds on which store.
+Whether a holder lives is decided without comparing clocks: by the process table if both processes share a kernel and a PID
+namespace, otherwise by watching for a renewal. docs/durability.md says what holds on which store.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ FOLDER = "lease"
 FORMER = "lease.json"  # of earlier releases
 LOCK = f"{FOLDER}/lock"
 NAME = re.compile(rf"^{FOLDER}/(\d+)\.json$")
-SETTLE_S = 2.0  # on a store that cannot create a file once: time for another process's file to show
-FRESH_S = 1.0  # on object stores a look at the lease holds for so long
+SETTLE_S = 2.0  # wait for another process's file to show, on a store that can create a file twice
+FRESH_S = 1.0  # on object stores one check of the lease holds for this long
 LOCK_PATIENCE_S = 5.0
 Claim = TypeVar("Claim", bound=BaseModel)
 REMOVE = "make sure that no process drives the run, then remove this file"
 
 
 def duration_s() -> float:
-    """How long a holder that shows no renewal keeps the lease. Tests shorten it by MILLRACE_LEASE_S."""
+    """How long a holder keeps the lease without a renewal. Tests shorten it by MILLRACE_LEASE_S."""
     return float(os.environ.get("MILLRACE_LEASE_S", "60"))
 
 
 class _Claim(BaseModel):
-    """What a driver's file says."""
+    """The content of a driver's file."""
 
     token: int
-    owner: str  # of this claim alone
-    folder: str  # the run folder as the holder calls it: a copied one is another
+    owner: str  # a random id of this claim
+    folder: str  # the run folder's URL for the holder: a copy of the folder has another
     process: ProcessIdentity
     renewals: int = 0
     released: bool = False
@@ -90,7 +90,7 @@ class _FormerClaim(BaseModel):
 
 
 class PassedLease:
-    """A driver's lease in another process that works for it: a Fence that holds while that driver's does."""
+    """A driver's lease, passed to another process that works for the driver: a Fence that holds as long as the lease."""
 
     def __init__(self, store: Store, token: int) -> None:
         self._store = store
@@ -99,12 +99,12 @@ class PassedLease:
 
     @property
     def token(self) -> int:
-        """Number of the driver among all of the run; the first is 1."""
+        """The driver's number, counted over all drivers of the run from 1."""
         return self._token
 
     def check(self) -> None:
         """Raise LeaseHeldError if another process has taken the run, or the lease was removed."""
-        # by name: a listing may be late, and the driver that takes over has the number after this one's
+        # looked up by name, since a listing may be late: the next driver has the next number
         newest = _newest_after(self._store, self.token)
         if newest != self.token or not self._store.exists(_path(newest)):
             self._lost(_read(self._store, newest))
@@ -112,9 +112,9 @@ class PassedLease:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within, the run's files may be changed. On a local disk no other process can take the lease meanwhile.
+        """A context in which the run's files may be changed. On a local disk no other process can take the lease meanwhile.
 
-        Raises LeaseHeldError if another process has taken it. On object stores a look at it holds for FRESH_S.
+        Raises LeaseHeldError if another process has taken it. On object stores one check holds for FRESH_S.
         """
         if not self._store.local:
             if _now() - self._checked > FRESH_S:
@@ -156,7 +156,7 @@ class Lease(PassedLease):
 
     @classmethod
     def take(cls, store: Store) -> Lease:
-        """Take the lease of a run folder. Where only a renewal can show that the holder lives, waits `duration_s()` for one.
+        """Take the lease of a run folder. If only a renewal can show that the holder lives, waits `duration_s()` for one.
 
         Raises LeaseHeldError, naming host and process, while another driver lives; CorruptFileError for a broken lease.
         """
@@ -173,7 +173,7 @@ class Lease(PassedLease):
                 return lease
 
     def renew(self) -> None:
-        """Show that this driver lives. Raises LeaseHeldError if the lease was lost."""
+        """Write a renewal, which shows that this driver lives. Raises LeaseHeldError if the lease was lost."""
         self.check()
         self._keep(renewals=self._claim.renewals + 1)
         self._renewed = _now()
@@ -185,7 +185,7 @@ class Lease(PassedLease):
             self._keep(released=True)
 
     def may_be_lost(self) -> bool:
-        """Whether another process may have taken the lease: it has, or storage cannot say and the last renewal is long ago."""
+        """True if another process has taken the lease, or if storage fails and the last renewal is too old to rely on."""
         try:
             self.check()
         except LeaseHeldError:
@@ -195,7 +195,7 @@ class Lease(PassedLease):
         return False
 
     def _keep(self, **changes: Any) -> None:
-        """Write this driver's file. Raises LeaseHeldError if it is gone, or another's."""
+        """Write this driver's file. Raises LeaseHeldError if the file is gone or belongs to another process."""
         path = _path(self.token)
         try:
             stored = _read(self._store, self.token)
@@ -207,7 +207,7 @@ class Lease(PassedLease):
         self._store.write_json(path, self._claim.model_dump())
 
     def _create(self, before: int) -> bool:
-        """Create this token's file; False if another process did, or does."""
+        """Create this token's file; False if another process created it first."""
         data = self._claim.model_dump_json(indent=1).encode()
         with self._locked(alone=True) as locked:
             if not locked:
@@ -284,10 +284,10 @@ def _is_free(store: Store, holder: _Claim | _FormerClaim) -> bool:
 
 
 def _is_renewed(store: Store, holder: _Claim | _FormerClaim) -> bool:
-    """Whether the holder renews the lease while this process watches."""
+    """Watch the lease for `duration_s()`; True if the holder renews it."""
     log.warning(
-        "%s: %s drove it and left without a word; it is on another host, or in another container: waiting %.0f s for a sign of "
-        "its life",
+        "%s: its last driver, %s, did not release the run and is on another host or in another container: waiting %.0f s for a "
+        "sign of life",
         store.url,
         holder,
         duration_s(),
@@ -300,7 +300,7 @@ def _is_renewed(store: Store, holder: _Claim | _FormerClaim) -> bool:
             return False
         if now != holder:
             return True
-    log.warning("%s: no sign of life of %s: going on in its place", store.url, holder)
+    log.warning("%s: no sign of life of %s: taking over", store.url, holder)
     return False
 
 
@@ -309,12 +309,12 @@ def _tokens(store: Store) -> list[int]:
 
 
 def _newest_token(store: Store) -> int:
-    """The highest token, 0 if nobody has driven the run. A listing may lack the newest: they are asked for by name."""
+    """The highest token, 0 if no driver has run. A listing may lack the newest ones, so they are looked up by name."""
     return _newest_after(store, max(_tokens(store), default=0))
 
 
 def _newest_after(store: Store, token: int) -> int:
-    """The highest token from this one on: each driver's is the one after another's."""
+    """The highest token from this one on. Tokens have no gaps, so the search ends at the first missing file."""
     while store.exists(_path(token + 1)):
         token += 1
     return token
@@ -324,7 +324,7 @@ def _newest(store: Store) -> _Claim | _FormerClaim | None:
     """The claim of the highest token, None if nobody has driven the run."""
     while token := _newest_token(store):
         claim = _read(store, token)
-        if claim is not None:  # else it was removed just now
+        if claim is not None:  # otherwise it was just removed
             return claim
     try:
         return _parsed(_FormerClaim, store, FORMER)
@@ -351,6 +351,6 @@ def _path(token: int) -> str:
 
 
 def _now() -> float:
-    """Seconds of a clock that goes on while the machine sleeps, where it has one."""
+    """Seconds of a clock that also runs while the machine sleeps, if the machine has one."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)

@@ -1,4 +1,4 @@
-"""Local disks: atomic writes (temporary file, fsync, rename, fsync of the folder), a lock file, and the places of logs.
+"""Local disks: atomic writes (temporary file, fsync, rename, fsync of the folder), lock files, and folders for logs.
 
 Owns the names of files that are still being written. Knows nothing of stores.
 """
@@ -32,13 +32,13 @@ NO_FILES = (
 )
 LOCK_POLL_S = 0.01
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-PROBE = 1 << 20  # bytes: what databases want at once
+PROBE = 1 << 20  # bytes; databases write this much at once
 LOCKED_S = 600.0
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 PRIVATE_UMASK = OTHERS = 0o077
-LOG_MIB, USUAL_LOG_MIB = "MILLRACE_LOG_MIB", 16  # of each log
-LOG_RUNS, USUAL_LOG_RUNS = "MILLRACE_LOG_RUNS", 50  # whose logs stay in MILLRACE_HOME
-IN_USE_S = 86_400.0  # logs younger than this stay: their run may be at work
+LOG_MIB, USUAL_LOG_MIB = "MILLRACE_LOG_MIB", 16  # size of each log
+LOG_RUNS, USUAL_LOG_RUNS = "MILLRACE_LOG_RUNS", 50  # number of runs that keep logs in MILLRACE_HOME
+IN_USE_S = 86_400.0  # younger logs stay, since their run may be active
 
 
 def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
@@ -49,7 +49,7 @@ def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
 
 @contextlib.contextmanager
 def written_aside(target: Path, blocks: Iterable[bytes]) -> Iterator[Callable[[], None]]:
-    """Write the blocks as a file beside its place; within, what is yielded gives it that place. If nobody calls it, it goes."""
+    """Write a temporary file beside the target. Yields a function that renames it into place; without a call it is deleted."""
     make_folder(target.parent)
     aside = target.with_name(f"{ASIDE}{uuid.uuid4().hex}")
 
@@ -65,9 +65,9 @@ def written_aside(target: Path, blocks: Iterable[bytes]) -> Iterator[Callable[[]
 
 
 def create_whole(target: Path, data: bytes) -> bool:
-    """Write a new file; False if one is there. It is whole from the first moment at which it is seen.
+    """Write a new file; False if the path exists. Other processes see the whole file or none.
 
-    On a file system without hard links it is seen while it is written, and a crash may leave a part of it.
+    On a file system without hard links they may see a part of it, and a crash may leave a part.
     """
     make_folder(target.parent)
     aside = target.with_name(f"{ASIDE}{uuid.uuid4().hex}")
@@ -88,7 +88,7 @@ def create_whole(target: Path, data: bytes) -> bool:
 
 
 def size_of(file: Path) -> int:
-    """Bytes of a file, by whatever links it is reached. Raises NoFileError for what would be read for ever."""
+    """Bytes of a file; links are followed. Raises NoFileError for a pipe or a device: reading one may never end."""
     state = file.stat()
     kind = next((name for test, name in NO_FILES if test(state.st_mode)), None)
     if kind:
@@ -97,16 +97,16 @@ def size_of(file: Path) -> int:
 
 
 def opened(file: Path) -> BufferedReader:
-    """A file, open to be read."""
+    """Open a file for reading."""
     return open(file, "rb")
 
 
 class NoFileError(OSError):
-    """Something else than a file is where one is to be read."""
+    """The path to read is not a file."""
 
 
 def sha256(file: Path) -> tuple[str, int]:
-    """The hash of a file of any size, and its bytes. The lock of the interpreter is free meanwhile: files hash in parallel."""
+    """The hash and size of a file of any size. Hashing releases the interpreter's lock, so files hash in parallel."""
     size_of(file)
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest(), handle.tell()
@@ -121,7 +121,7 @@ def _write_synced(file: Path, blocks: Iterable[bytes], mode: str) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Give a file another path. After a crash at any moment it is at one of the two."""
+    """Move a file. After a crash at any moment it is at one of the two paths."""
     make_folder(target.parent)
     source.replace(target)
     _sync_folder(target.parent)
@@ -129,7 +129,7 @@ def move(source: Path, target: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, so that they survive a power cut. What is new only this user can look into."""
+    """Create a folder and its parents so that they survive a power cut. New folders are readable by this user only."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     for parent in reversed(missing):
         parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
@@ -138,7 +138,7 @@ def make_folder(folder: Path) -> None:
 
 
 def keep_private() -> None:
-    """From now on, what this process and its children make is for this user alone."""
+    """Make files and folders that this process and its children create readable by this user only."""
     os.umask(PRIVATE_UMASK)
 
 
@@ -149,7 +149,7 @@ def _private(path: str, flags: int) -> int:
 def sweep(folder: Path, older_than_s: float, leave: Collection[str] = ()) -> list[Path]:
     """Remove temporary files of interrupted writes below a folder; returns their paths.
 
-    Keeps files younger than `older_than_s`: another process may still write them. leave: folders that are not looked through.
+    Keeps files younger than `older_than_s`, which another process may still write. leave: folders to skip.
     """
     removed = []
     for aside in _asides(folder, leave):
@@ -169,7 +169,7 @@ def _asides(folder: Path, leave: Collection[str]) -> Iterator[Path]:
 
 
 def home() -> Path:
-    """MILLRACE_HOME, by default ~/.millrace: records, databases and secrets of the local servers. Nobody else can look in."""
+    """MILLRACE_HOME, by default ~/.millrace: records, databases and secrets of the local servers. Readable by this user only."""
     path = Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser()
     path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     state = path.stat()
@@ -179,12 +179,12 @@ def home() -> Path:
 
 
 def keep_fonts_at_home() -> None:
-    """Call it before matplotlib is imported: its list of fonts then lies in MILLRACE_HOME, unless the user says where."""
+    """Have matplotlib keep its list of fonts in MILLRACE_HOME, unless the user set MPLCONFIGDIR. Call it before the import."""
     os.environ.setdefault("MPLCONFIGDIR", str(home().absolute() / "matplotlib"))
 
 
 def secret_file(name: str, prefix: str = "") -> Path:
-    """A file in MILLRACE_HOME that holds a secret, which only this user can read; made once, whoever asks first."""
+    """A file in MILLRACE_HOME with a random secret, readable by this user only. The first call creates it."""
     path = home() / name
     if not path.exists():
         with locked(path.with_suffix(".lock")):
@@ -195,9 +195,9 @@ def secret_file(name: str, prefix: str = "") -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Within, no other process of this host holds the lock. A process that dies releases it.
+    """Hold a lock that one process of this host can hold at a time. A process that dies releases it.
 
-    Raises StalledError where one that lives, and may be stopped, holds it for longer than any server takes to start.
+    Raises StalledError if another process, perhaps a stopped one, holds it longer than any server takes to start.
     """
     make_folder(path.parent)
     deadline = time.monotonic() + LOCKED_S
@@ -220,9 +220,9 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_or_alone(path: Path, *, alone: bool, patience_s: float) -> Iterator[bool]:
-    """Hold a lock of many readers or one writer; yields whether it was had within the time.
+    """Hold a lock of many readers or one writer; yields False if it is not free within the time.
 
-    On a file system that has no locks it yields True at once.
+    On a file system without locks it yields True at once.
     """
     make_folder(path.parent)
     with contextlib.suppress(FileNotFoundError):
@@ -246,7 +246,7 @@ def shared_or_alone(path: Path, *, alone: bool, patience_s: float) -> Iterator[b
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk of a folder has no room: a small file cannot be written there."""
+    """Whether the folder's disk is full: a small file cannot be written there."""
     probe = folder / f"{ASIDE}{uuid.uuid4().hex}"
     try:
         _write_synced(probe, [bytes(PROBE)], "wb")
@@ -260,9 +260,9 @@ def is_full(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def room_at_home() -> Iterator[None]:
-    """Within, servers and libraries write to MILLRACE_HOME. Raises StorageError where they fail and its disk is full.
+    """For code that writes to MILLRACE_HOME: turn its failure into StorageError if the disk of MILLRACE_HOME is full.
 
-    Each of them raises something else then, and most say nothing of a disk.
+    Servers and libraries raise various errors on a full disk, and most do not mention the disk.
     """
     try:
         yield
@@ -277,15 +277,15 @@ def room_at_home() -> Iterator[None]:
 
 
 def library_log() -> Path:
-    """The file to which a command sends what native libraries and its child processes write to stderr."""
+    """The file that gets a command's stderr, written by native libraries and child processes."""
     return home() / "stderr.log"
 
 
 def log_folder(root: str, run: str) -> Path:
-    """Where the processes of a run on this host write their logs.
+    """The folder for logs of a run's processes on this host.
 
-    In the run's folder if this host has it. Else, as with a run in an object store, in MILLRACE_HOME: logs are appended
-    to line by line, which no object store can.
+    In the run's folder if this host has it. Otherwise, as for a run in an object store, in MILLRACE_HOME: logs grow line
+    by line, and an object store cannot append.
     """
     path = root.removeprefix("file://")
     if "://" not in path and (folder := Path(path).expanduser().absolute() / run).is_dir():
@@ -295,9 +295,9 @@ def log_folder(root: str, run: str) -> Path:
 
 
 def whole_number(name: str, usual: int) -> int:
-    """An environment variable that counts something, 0 standing for no bound; `usual` if it is not set.
+    """An environment variable that holds a bound, 0 for no bound; `usual` if it is not set.
 
-    Raises ConfigError naming the variable if it is no such number.
+    Raises ConfigError naming the variable if it is not a whole number of at least 0.
     """
     text = os.environ.get(name, str(usual))
     if not text.isdecimal() or len(text) > 18:
@@ -308,9 +308,9 @@ def whole_number(name: str, usual: int) -> int:
 
 
 def bound_logs(*folders: Path) -> None:
-    """Bound the logs of MILLRACE_HOME, and those in `folders`: each log's size, and the number of runs that have some.
+    """Bound the logs in MILLRACE_HOME and in `folders`: the size of each log, and the number of runs that keep logs.
 
-    Of a log that is too long the older half goes. Those who write to it go on: they append.
+    A log that is too long loses its older half. Its writers are not disturbed, since they append.
     """
     most, runs = whole_number(LOG_MIB, USUAL_LOG_MIB) << 20, whole_number(LOG_RUNS, USUAL_LOG_RUNS)
     of_runs = sorted(

@@ -1,7 +1,7 @@
-"""Temporary folders that end with their process: in shared memory, in the temporary folder, or beside a run's weights.
+"""Temporary folders that are removed after their process: in shared memory, the temporary folder, or beside a run's weights.
 
-A process holds a lock on each of its folders. Whoever finds a folder without one knows that its process is dead, in
-whatever container it ran. Owns the folders' names; knows nothing of what is in them.
+A process locks each of its folders. A folder without a lock belongs to a dead process, even one of another container.
+Owns the folders' names; knows nothing of what is in them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
-NAMED = re.compile(r"^millrace-.+-(\d+)\.[a-z0-9_]{8}$")  # with the pid of the process that made it
+NAMED = re.compile(r"^millrace-.+-(\d+)\.[a-z0-9_]{8}$")  # with the pid of the process that created it
 _locks: dict[str, int] = {}  # descriptors of the locks that this process holds, by folder
 
 
 def own_folder(prefix: str, where: str | None = None) -> str:
-    """A new folder for this process, in `where` or in shared memory. Removes those that dead processes left there.
+    """Create a folder for this process, in `where` or in shared memory. Removes folders that dead processes left there.
 
-    prefix: begins with `millrace-`.
+    prefix: must start with `millrace-`.
     """
     place = where or str(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir())
     remove_dead_folders(place)
@@ -37,7 +37,7 @@ def own_folder(prefix: str, where: str | None = None) -> str:
 
 
 def remove_own_folder(folder: str) -> None:
-    """Remove a folder of this process, if it is there."""
+    """Remove a folder of this process, if it exists."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder in _locks:
         os.close(_locks.pop(folder))
@@ -45,7 +45,7 @@ def remove_own_folder(folder: str) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str, where: str | None = None) -> Iterator[str]:
-    """A new folder for this process, in `where` or in the temporary folder, removed on leaving."""
+    """Create a folder for this process, in `where` or in the temporary folder; it is removed at the end of the context."""
     folder = own_folder(prefix, where or tempfile.gettempdir())
     try:
         yield folder
@@ -54,7 +54,7 @@ def temporary_folder(prefix: str, where: str | None = None) -> Iterator[str]:
 
 
 def remove_dead_folders(*places: str | Path) -> list[Path]:
-    """Remove this user's folders whose process has died, in shared memory and the temporary folder where none is named."""
+    """Remove this user's folders of dead processes; by default in shared memory and in the temporary folder."""
     removed = []
     for place in places or {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for folder in Path(place).glob("millrace-*"):
@@ -66,12 +66,13 @@ def remove_dead_folders(*places: str | Path) -> list[Path]:
 
 
 def _lock(folder: str) -> bool:
-    """Hold a new folder's lock until this process ends. False if somebody took it for a dead one's and removed it."""
+    """Lock a new folder until this process ends. False if another process took it for a dead process's and removed it."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return False
-    with contextlib.suppress(OSError):  # a network file system without locks: the pid alone decides
+    # on a network file system without locks the pid alone decides
+    with contextlib.suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     if not Path(folder).is_dir():
         os.close(handle)
@@ -81,14 +82,14 @@ def _lock(folder: str) -> bool:
 
 
 def _is_dead(folder: Path, pid: int) -> bool:
-    """Whether no process holds the folder's lock, nor is one by its pid old enough to have made it."""
+    """True if no process holds the folder's lock, and no process with its pid is old enough to have created it."""
     try:
         state = folder.stat()
         if state.st_uid != os.getuid():
             return False
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
-        return False  # removed meanwhile
+        return False  # another process removed it
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,12 +1,12 @@
 """Parts: tables appended to a folder, each a file with a unique name, written atomically.
 
 Names are never reused, so a task that starts again adds parts and overwrites none. A name contains the token of the driver that
-wrote it, in a shard the number of its attempt, and the first digits of the content's hash, so that a part can be verified before
-a manifest names it.
+wrote it, for a shard the number of its attempt, and the first digits of the content's hash. By these digits a part can be
+verified before a manifest names it.
 
-Two kinds of notes say which parts count. A driver that takes over an open iteration notes which parts it found: parts of earlier
-drivers that land or show later do not count, since their samples are generated again. A driver that replaces an attempt of a
-shard notes which parts of it count. A driver that takes over asks for earlier notes by name: a listing may lack them.
+Two kinds of notes say which parts count. A driver that takes over an open iteration records the parts that it found: parts of
+earlier drivers that appear later do not count, since their samples are generated again. A driver that replaces an attempt of a
+shard records which parts of the attempt count. A driver that takes over looks up earlier notes by name: a listing may lack them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REPLACED = re.compile(r"^replaced-(\d{6,})-(\d{4,})\.json$")
 
 
 class _Counting(BaseModel):
-    """Names of the parts that count, by folder: of those that were there at a takeover, or of one attempt of a shard."""
+    """A note: names of the parts that count, by folder, at a takeover or of one attempt of a shard."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,7 +48,7 @@ class _Counting(BaseModel):
 
 
 def write_part(store: Store, folder: str, table: pa.Table, kind: str) -> FileEntry:
-    """Append a part."""
+    """Append a part to a folder."""
     data = tables.encode(table, kind)
     token = store.fence.token if store.fence else 0
     attempt = f"{store.attempt:04d}-" if store.attempt else ""
@@ -64,9 +64,9 @@ def take_over_parts(
     run: str | None = None,
     recorded: Mapping[str, Set[str]] = MappingProxyType({}),
 ) -> None:
-    """Note the parts that count now. From now on those of drivers before `token` that land do not. run: its id.
+    """Record the parts that count now. Parts of drivers before `token` that appear later do not count. run: the run's id.
 
-    recorded: paths that committed records name, by folder: a listing may lack them. Scores count with the samples that they are of.
+    recorded: paths that committed records name, by folder: a listing may lack them. Scores count only if their samples do.
     """
     paths = _with_unlisted_notes(store, store.list(), token)
     parts = {
@@ -80,7 +80,7 @@ def take_over_parts(
 def replace_attempt(
     store: Store, token: int, attempt: int, parts: Mapping[str, Sequence[str]], run: str | None = None
 ) -> None:
-    """Note which parts of a shard's attempt count, before another one begins. parts: paths by folder, of any attempts."""
+    """Record which parts of a shard's attempt count, before the next attempt starts. parts: paths by folder, of any attempts."""
     own = {
         folder: [path for path in paths if _writer(path.removeprefix(f"{folder}/")) == (token, attempt)]
         for folder, paths in parts.items()
@@ -89,15 +89,15 @@ def replace_attempt(
 
 
 def list_parts(store: Store, folder: str) -> list[str]:
-    """Paths of a folder's parts that count, sorted. Of parts with one content, which only a copy makes, the first counts.
+    """Paths of a folder's parts that count, sorted. If parts have equal content, which means a copied file, the first counts.
 
-    Raises CorruptFileError if the note of the newest takeover, or of an attempt that was replaced, is broken.
+    Raises CorruptFileError if the note of the newest takeover, or of a replaced attempt, is broken.
     """
     return _counting(store, folder, store.list())
 
 
 def _counting(store: Store, folder: str, paths: Sequence[str]) -> list[str]:
-    """Those that count. paths: of the parts and notes that are there."""
+    """The parts of a folder that count. paths: all existing parts and notes."""
     names = [path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/")]
     parts = {name for name in names if PART.fullmatch(name)}
     for path in paths:
@@ -120,7 +120,7 @@ def _counting(store: Store, folder: str, paths: Sequence[str]) -> list[str]:
 
 
 def _with_unlisted_notes(store: Store, paths: list[str], token: int) -> list[str]:
-    """What a listing shows, and the notes of drivers before `token` that it lacks, which only an object store's does."""
+    """The listed paths, and the notes of drivers before `token` that an object store's listing lacks."""
     if store.local:
         return paths
     attempts = {_writer(path.rsplit("/", 1)[-1]) for path in paths if "/" in path}
@@ -130,14 +130,14 @@ def _with_unlisted_notes(store: Store, paths: list[str], token: int) -> list[str
 
 
 def _of_samples(store: Store, rewards: list[str], rollouts: list[str]) -> list[str]:
-    """The parts of scores that are of samples in these parts. A sample whose part was not found is made again, and scored again."""
+    """The parts of scores whose samples are all in these rollouts. A sample without its part is generated and scored again."""
     made = {sid for ids in in_threads(partial(_sample_ids, store), rollouts) for sid in ids}
     scored = in_threads(partial(_sample_ids, store), rewards)
     return [path for path, ids in zip(rewards, scored, strict=True) if made.issuperset(ids)]
 
 
 def _sample_ids(store: Store, path: str) -> list[str]:
-    """The samples of a part; none of a broken one, which whoever reads it names or removes, and of one that a late listing shows."""
+    """The samples of a part. Empty if the part is broken, which its reader reports or removes, or if it no longer exists."""
     try:
         ids: list[str] = store.read_table(path, columns=["sample_id"]).column("sample_id").to_pylist()
     except (CorruptFileError, MissingFileError):
@@ -146,7 +146,7 @@ def _sample_ids(store: Store, path: str) -> list[str]:
 
 
 def _unlisted(store: Store, folder: str, names: set[str]) -> set[str]:
-    """Those of the noted parts that are there although a listing lacks them, which only an object store's does."""
+    """The noted parts that exist although an object store's listing lacks them."""
     if store.local:
         return set()
     there = store.existing(f"{folder}/{name}" for name in sorted(names))
@@ -159,7 +159,7 @@ def list_notes(store: Store) -> list[str]:
 
 
 def check_note(store: Store, path: str) -> object:
-    """The id of the run that such a note names, if any. Raises CorruptFileError if it is not what was written."""
+    """The id of the run that a note names, if any. Raises CorruptFileError if the note changed since it was written."""
     _read_note(store, path)
     return store.read_json(path).get(RUN)
 
@@ -173,7 +173,7 @@ def read_parts(
     entries: Sequence[FileEntry] | None = None,
     ignore_incomplete: bool = False,
 ) -> pa.Table:
-    """All rows of a folder's parts, in the order of their paths; given entries, of the parts that they name, each checked.
+    """All rows of a folder's parts, in the order of their paths. With entries, only of the parts that they name, each checked.
 
     A broken part raises CorruptFileError; with `ignore_incomplete` it is removed with a log line.
     """

@@ -42,7 +42,7 @@ COUNTED = 8 << 20  # bytes of a file whose lines are counted, not estimated
 
 
 class FirstRows(NamedTuple):
-    """The first rows of a source. `total`: its rows, or about as many; `whole`: these are all."""
+    """The first rows of a source. `total`: the number of all rows, possibly estimated; `whole`: these are all rows."""
 
     usable: list[PromptRow]
     refused: list[Quarantined]
@@ -51,7 +51,7 @@ class FirstRows(NamedTuple):
 
 
 def first_rows(source: Located, count: int, size: int) -> FirstRows:
-    """The first rows of a source, at most `count` and about `size` bytes of them, for a check before anything starts.
+    """The first rows of a source, at most `count` and about `size` bytes, for a check before anything starts.
 
     Raises as `read_source` does, and StorageError if the storage does not answer soon.
     """
@@ -78,17 +78,17 @@ def first_rows(source: Located, count: int, size: int) -> FirstRows:
 
 
 def _first_lines(source: Located, files: DataFiles, count: int, size: int) -> tuple[int, bool, list[Item]]:
-    """How many lines a file has, whether that is exact, and the first of them."""
+    """The number of lines of a file, whether it is exact, and the first lines."""
     path = f"{files.store.root}/{files.names[0]}"
     held = files.store.fs.size(path)
     data: bytes = files.store.fs.cat_file(path, start=0, end=min(held, size)) if held else b""
     while (
         len(data) < min(held, LARGEST_ROW + 1) and b"\n" not in data
-    ):  # a row larger than that is read whole
+    ):  # a larger row is still read whole
         data += files.store.fs.cat_file(path, start=len(data), end=min(held, 2 * len(data)))
     found = list(lines([data]))
     if len(data) < held and len(found) > 1:
-        found = found[:-1]  # the last one is cut
+        found = found[:-1]  # the last line may be cut
     total = round(len(found) * held / max(1, len(data)))
     return (
         total,
@@ -98,7 +98,7 @@ def _first_lines(source: Located, files: DataFiles, count: int, size: int) -> tu
 
 
 def _counts(source: Located, files: DataFiles, most: int | None = None) -> tuple[list[int], bool]:
-    """Rows of each file, and whether they are exact. most: bytes of a file whose lines are counted, else estimated."""
+    """The number of rows of each file, and whether all are exact. most: lines of larger files are estimated."""
     sizes = files.sizes()
     found = [
         count_rows(source, files, number, size, size if most is None else most)
@@ -108,7 +108,7 @@ def _counts(source: Located, files: DataFiles, most: int | None = None) -> tuple
 
 
 def _sliced(items: Iterator[Item], files: DataFiles, total: Callable[[], int]) -> Iterator[Item]:
-    """The items of the slice. `total` is asked for only where a bound counts from the end."""
+    """The items of the slice. `total` is called only if a bound counts from the end."""
     first, last = files.path.first, files.path.last
     if files.path.from_the_end:
         found = files.path.rows_of(total())
@@ -117,7 +117,7 @@ def _sliced(items: Iterator[Item], files: DataFiles, total: Callable[[], int]) -
 
 
 def _until(rows: Iterable[PromptRow | Quarantined], size: int) -> Iterator[PromptRow | Quarantined]:
-    """The first rows, up to about so many characters of prompts."""
+    """The first rows, up to about `size` characters of prompts."""
     for row in rows:
         yield row
         size -= len(str(row.prompt)) if isinstance(row, PromptRow) else 0
@@ -145,7 +145,7 @@ def _separate(
 def fingerprint(
     source: Located, usable: Iterable[PromptRow], quarantined: Iterable[Quarantined]
 ) -> SourceFingerprint:
-    """Size, hash and row counts of a source, from its rows as read."""
+    """Size, hash and row counts of a source whose rows have been read."""
     size, sha256, files = located(source).content()
     good = list(usable)
     rows = len(good) + sum(1 for _ in quarantined)
@@ -153,13 +153,13 @@ def fingerprint(
 
 
 def about_rows(source: Located) -> int:
-    """About how many rows a source has. Raises DataError naming the path if there is none that can be read."""
+    """About how many rows a source has. Raises DataError naming the path if it cannot be read."""
     files = located(source)
     return len(files.path.rows_of(sum(_counts(source, files, COUNTED)[0])))
 
 
 def size_and_hash(source: Located, most: int) -> tuple[int, str]:
-    """Size and hash of a source as its fingerprint has them; no hash if it holds more than `most` bytes.
+    """Size and hash of a source, as in its fingerprint; the hash is empty if it holds more than `most` bytes.
 
     Raises DataError or StorageError if it cannot be read.
     """

@@ -1,4 +1,4 @@
-"""The folder of one run: where iterations, checkpoints and exports lie, and which of them are complete.
+"""The folder of one run: the places of iterations, checkpoints and exports, and which of them are complete.
 
 Owns the layout, the commit of manifests and the completeness of checkpoints. Knows nothing of what the files mean.
 """
@@ -29,18 +29,18 @@ RECORD = "run.json"
 COMPLETE = "complete.json"
 ASIDE = "not-whole.json"  # the marker of a checkpoint that was found broken
 PUBLISHED = "results/publish.json"  # written after the manifest
-CUT = "cut.json"  # which groups are trained and which deferred, where those that finish first are trained
-DEFERRED = "deferred.parquet"  # samples of the groups that it deferred, as far as they were made
-EAGER = "eager"  # chunks of a batch that is not whole yet, with pipeline.eager; nothing of them is left after its step
-LOGPROBS = "logprobs"  # the trainer's of a batch, a file a data parallel rank, with trainer.store_logprobs
+CUT = "cut.json"  # which groups are trained and which deferred, if the first groups to finish are trained
+DEFERRED = "deferred.parquet"  # finished samples of the deferred groups
+EAGER = "eager"  # chunks of an incomplete batch, with pipeline.eager; removed after its step
+LOGPROBS = "logprobs"  # the trainer's log-probabilities, one file per data parallel rank, with trainer.store_logprobs
 DRAWN = "results/sample_prompts.json"  # written when an iteration's prompts are
 ABANDONED_S = 3600.0
-READ_AHEAD = 64  # manifests in memory while all are gone through
+READ_AHEAD = 64  # manifests in memory at once while all are read
 MAKE_AGAIN = "restore it from a copy, or remove it and start the run again: it is made again from the iteration's records"
 
 
 class Owner:
-    """Whose files a run's folder holds, by the id in run.json."""
+    """Checks that a folder's files belong to its run, by the id in run.json."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -49,18 +49,18 @@ class Owner:
 
     @property
     def run_id(self) -> str | None:
-        """What this process writes into what it commits; None where it drives no run."""
+        """The id that this process writes into committed files; None if it does not drive the run."""
         return self._run_id
 
     def drive_as(self, run_id: str) -> None:
-        """From now on what is committed names this run, whose id run.json has or will have."""
+        """Write this run's id into all that is committed from now on. run.json has the same id, or will have."""
         self._run_id = run_id
         self._ids = frozenset()
 
     def check(self, run_id: object, url: str) -> None:
         """Raise StorageError if a file names another run than run.json. None: it is an earlier release's, which named none.
 
-        A branch begins with files of the runs that it comes from.
+        A branch starts with files of the runs that it comes from.
         """
         if run_id is None or run_id == self._run_id:
             return
@@ -68,7 +68,7 @@ class Owner:
             try:
                 record = self._store.read_sealed(RECORD)
             except MissingFileError:
-                return  # whoever needs it names it
+                return  # a reader that needs run.json reports that it is missing
             self._ids = frozenset([*record.get("ancestors", ()), *([record["id"]] if "id" in record else [])])
         if run_id not in self._ids:
             raise StorageError(
@@ -79,15 +79,15 @@ class Owner:
 
 
 def numbers_of(run: Store, kind: str) -> list[int]:
-    """The numbers of a run's "iterations" or "checkpoints" that have a folder, in order."""
+    """The numbers of the "iterations" or "checkpoints" folders of a run, in order."""
     return sorted(int(name) for name in run.folders(kind) if name.isdecimal())
 
 
 class RunFolder:
     """`<storage.root>/<run>/`.
 
-    Of each committed iteration that was read it keeps the hash of the manifest, and of the newest the manifest: a driver
-    lives for thousands of iterations.
+    Keeps in memory the manifest's hash of each committed iteration that was read, and only the newest manifest itself, since a
+    driver lives for thousands of iterations.
     """
 
     def __init__(self, root: str, run: str) -> None:
@@ -95,8 +95,8 @@ class RunFolder:
         self.store = Store(root).child(run)
         self.store.walls = self.store.root
         self.owner = Owner(self.store)
-        self._hashes: dict[int, bytes] = {}  # of the committed manifests that were read, by iteration
-        self._newest: Manifest | None = None  # of those
+        self._hashes: dict[int, bytes] = {}  # of the committed manifests read so far, by iteration
+        self._newest: Manifest | None = None  # the newest manifest read
         self.summaries = Summaries(self.iteration, self.manifest)
 
     def identity(self, run_id: str | None) -> str:
@@ -117,7 +117,7 @@ class RunFolder:
         """Make an iteration final and return its manifest. Adds the outcome of its groups from its verdicts, if it has any.
 
         A committed manifest is never overwritten: committing the same files again does nothing, committing others raises
-        StorageError. expected: the hash that it must have, where it was committed before. Raises CorruptFileError if not.
+        StorageError. expected: the hash of an earlier commit; raises CorruptFileError if the manifest has another.
         """
         assert manifest.iteration == index
         committed = self.manifest(index)
@@ -139,19 +139,20 @@ class RunFolder:
         manifest = manifest.after(before).sealed()
         if expected and manifest.sha256 != expected:
             raise CorruptFileError(
-                "made again from the records, it is not the manifest that was committed",
+                "rebuilt from the records, it differs from the manifest that was committed",
                 where=self._manifest_url(index),
                 remedy=f"restore it from a copy, or {self._branch()}",
             )
         content = json_text(manifest.model_dump(mode="json"), indent=1)
         if not self.store.create(f"{self.iteration_path(index)}/{MANIFEST}", content.encode()):
-            return self.commit_manifest(index, manifest)  # another driver did meanwhile: its files decide
+            # another driver committed first, and its files decide
+            return self.commit_manifest(index, manifest)
         return manifest
 
     def manifest(self, index: int) -> Manifest | None:
-        """The manifest of an iteration, None if it is not committed. Raises CorruptFileError naming it.
+        """The manifest of an iteration, None if it is not committed. Raises CorruptFileError naming the file.
 
-        One that was committed before is read again, and must be the same; MissingFileError if it is gone.
+        A manifest that was read before must be unchanged; MissingFileError if it is gone.
         """
         newest, known = self._newest, index < len(self._hashes)
         if newest and newest.iteration == index:
@@ -187,38 +188,38 @@ class RunFolder:
         return manifest
 
     def manifests(self) -> dict[int, Manifest]:
-        """All committed manifests by iteration, as a tool needs them that ends soon: each takes some 30 KiB of memory.
+        """All committed manifests by iteration. For short-lived tools: each takes some 30 KiB of memory.
 
-        Raises CorruptFileError if one is broken or does not follow the one before, MissingFileError if one is gone: others
-        follow, or the iteration was published.
+        Raises CorruptFileError if a manifest is broken or does not follow the one before, MissingFileError if one is gone although
+        later ones exist or the iteration was published.
         """
         return {manifest.iteration: manifest for manifest in self._from(0)}
 
     def last_begun(self, first: int) -> int:
-        """The last iteration that has something, `first` if none later has. A listing may lack some: they are asked for by name."""
+        """The last iteration that has started, at least `first`. A listing may lack the newest, so they are looked up by name."""
         last = max([first, *numbers_of(self.store, "iterations")])
         while self.iteration(last + 1).exists(DRAWN):
             last += 1
         return last
 
     def first_open_iteration(self, strict: bool = True) -> int:
-        """The first iteration without a manifest. Unless `strict`, also where one is gone that was committed."""
+        """The first iteration without a manifest. If a committed manifest is gone, raises, or unless `strict` returns that iteration."""
         with contextlib.nullcontext() if strict else contextlib.suppress(MissingFileError):
             for _ in self.committed(len(self._hashes)):
                 continue
         return len(self._hashes)
 
     def history(self, since: int = 0) -> Iterator[IterationHistory]:
-        """The groups of each iteration from `since` on that is committed, and their outcomes: the ledger is computed from them.
+        """The groups and their outcomes of each committed iteration from `since` on. The ledger is computed from them.
 
-        Errors as of `manifests`, where the reader comes to them.
+        Raises the errors of `manifests` when the reader reaches them.
         """
         return (item.history for item in self.committed(since) if item.history)
 
     def committed(self, since: int = 0) -> Iterator[Committed]:
-        """What is read again and again of each iteration from `since` on that is committed.
+        """The summary of each committed iteration from `since` on.
 
-        Where summaries stand for manifests, these are not read: whether each is there, `verify` says. Errors as of `manifests`.
+        Does not read, or look for, the manifests that a summary covers: `verify` does. Raises the errors of `manifests`.
         """
         if not self._hashes:
             numbers = numbers_of(self.store, "iterations")
@@ -232,7 +233,7 @@ class RunFolder:
         yield from map(Committed.of, self._from(max(since, self.summaries.until)))
 
     def verify(self, index: int) -> list[str]:
-        """Problems of a committed iteration: each file that is missing or differs from its manifest."""
+        """Problems of a committed iteration: the files that are missing or differ from its manifest."""
         try:
             manifest = self.manifest(index)
         except StorageError as error:
@@ -270,7 +271,7 @@ class RunFolder:
     def clean(self) -> list[str]:
         """Remove temporary files of interrupted writes, with a log line each; returns the paths.
 
-        Of committed iterations the newest ones are looked through: older ones were when they were new.
+        Skips older committed iterations: they were cleaned when they were among the newest.
         """
         numbers = numbers_of(self.store, "iterations") if self.store.local else []
         removed = self.store.sweep(ABANDONED_S, [self.iteration_path(number) for number in numbers[:-EVERY]])
@@ -279,12 +280,13 @@ class RunFolder:
         return removed
 
     def _from(self, since: int) -> Iterator[Manifest]:
-        """The committed manifests from iteration `since` on, a few of them in memory. Errors as of `manifests`."""
+        """The committed manifests from iteration `since` on, a few in memory at once. Raises the errors of `manifests`."""
         if 0 < len(self._hashes) <= since:
             yield from self._since_then(since)
             return
-        first = min(since, len(self._hashes))  # what was not read yet is read in order
-        # a listing may lack some: those between are asked for by name, and so are those that follow
+        # each manifest is checked against the one before, so start at the first that was not read
+        first = min(since, len(self._hashes))
+        # a listing may lack some, so every number up to its last is looked up by name, and then those after it
         numbers = range(first, max(numbers_of(self.store, "iterations"), default=-1) + 1)
         for start in range(0, len(numbers), READ_AHEAD):
             some = numbers[start : start + READ_AHEAD]
@@ -300,7 +302,7 @@ class RunFolder:
             yield from self._since_then(since)
 
     def _since_then(self, since: int) -> Iterator[Manifest]:
-        """The same of what was committed since the last look, without a listing of thousands of folders."""
+        """The same for manifests committed since the last read, without listing thousands of folders."""
         while manifest := self.manifest(first := len(self._hashes)):
             self._keep(manifest)
             if first >= since:
@@ -327,7 +329,7 @@ class RunFolder:
         return self.store.exists(f"{self.checkpoint_path(done)}/{COMPLETE}")
 
     def _keep(self, manifest: Manifest) -> None:
-        """Keep what is kept of a manifest that was read. Raises CorruptFileError if it follows another one than was read."""
+        """Keep the hash of a manifest. Raises CorruptFileError if it follows another manifest than the stored one."""
         known = self._hashes.get(manifest.iteration - 1)
         if manifest.before and known and manifest.before != known.hex():
             raise CorruptFileError(
@@ -344,7 +346,7 @@ class RunFolder:
 
 
 def open_iterations(folder: RunFolder) -> list[int]:
-    """The iterations that are begun and not committed, in order. There are several where a run is ahead of its trainer."""
+    """The started iterations that are not committed, in order. There are several if generation is ahead of the trainer."""
     first = folder.first_open_iteration()
     begun = range(first, folder.last_begun(first) + 1)
     return [
@@ -353,7 +355,7 @@ def open_iterations(folder: RunFolder) -> list[int]:
 
 
 def first_undrawn_iteration(folder: RunFolder) -> int:
-    """The first iteration whose prompts are not committed. Open ones before it may have drawn theirs."""
+    """The first iteration whose prompts are not committed. Earlier open iterations may have drawn theirs."""
     index = folder.first_open_iteration()
     while folder.iteration(index).exists(DRAWN):
         index += 1

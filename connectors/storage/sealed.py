@@ -1,7 +1,7 @@
-"""JSON documents with a hash of themselves: a document that changed after it was written is found when it is read.
+"""JSON documents that contain their own hash, so that a reader notices any change after the write.
 
-Owns the hash, and the place and the run that a document names. Knows nothing of what documents say. A document without a hash is
-refused: who reads one may take its fields for written.
+Owns the hash, and the place and run that a document names. Knows nothing of what documents say. A document without a hash is
+refused, so a reader may rely on its fields.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ RESTORE = "restore the file from a copy"
 
 
 def sealed(content: Mapping[str, Any], place: str, run: str | None = None) -> dict[str, Any]:
-    """The content with its place, its run and its hash, so that no other document can stand in for it.
+    """The content with its place, its run and its hash, so that no other document can replace it.
 
-    place: how its URL ends. run: id of the run that writes it, None for what no run's id is needed to read.
+    place: the end of its URL. run: id of the run that writes it, None if a reader need not check it.
     """
     placed = {**content, PLACE: place, **({} if run is None else {RUN: run})}
     return {**placed, HASH: content_hash(placed)}
@@ -32,7 +32,7 @@ def content_hash(content: Mapping[str, Any]) -> str:
 
 
 def check_seal(content: Any, url: str) -> dict[str, Any]:
-    """The content without seal. Raises CorruptFileError if it is not what was written at this place."""
+    """The content without hash and place. Raises CorruptFileError if it changed, or was written at another place."""
     if not isinstance(content, dict):
         raise CorruptFileError("holds no JSON object", where=url, remedy=RESTORE)
     opened = {name: value for name, value in content.items() if name not in (HASH, PLACE, RUN)}

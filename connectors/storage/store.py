@@ -1,4 +1,4 @@
-"""JSON, tables and folders under one fsspec root, and the entries by which manifests know files.
+"""JSON, tables and folders under one fsspec root, and the entries by which manifests name files.
 
 Owns what is checked when a file is read: its kind, its hash, its rows. Knows nothing of runs or tasks.
 """
@@ -32,8 +32,8 @@ from millrace.core.plain_text import json_text
 
 HASH_IN_NAME = re.compile(r"\.([0-9a-f]{16})\.parquet$")
 
-LARGEST_JSON = 1 << 30  # bytes of a document that is read
-LARGE = 64 << 20  # bytes of a table that is not read whole where it need not be
+LARGEST_JSON = 1 << 30  # bytes; a larger document is refused
+LARGE = 64 << 20  # bytes; of a larger local table only the needed columns are read
 
 Entries = list[FileEntry]
 
@@ -50,7 +50,7 @@ class Store(Files):
     # JSON and tables
 
     def read_json(self, path: str, entry: FileEntry | None = None) -> Any:
-        """Parsed JSON. Raises CorruptFileError if the file is not JSON or, given its entry, is another file."""
+        """Parsed JSON. Raises CorruptFileError if the file is not JSON, or differs from its entry."""
         data = self.read_named(path, entry) if entry else self.read(path, LARGEST_JSON)
         try:
             return json.loads(data)
@@ -64,13 +64,13 @@ class Store(Files):
         return self.write(path, json_text(value, indent=1).encode())
 
     def read_sealed(self, path: str) -> dict[str, Any]:
-        """What `write_sealed` wrote. Raises CorruptFileError if it is anything else."""
+        """Read an object written by `write_sealed`. Raises CorruptFileError if it is not one, or changed."""
         return check_seal(self.read_json(path), self.url_of(path))
 
     def write_sealed(
         self, path: str, content: Mapping[str, Any], place: str | None = None, run: str | None = None
     ) -> FileEntry:
-        """Write a JSON object with its hash. `place`: how its URL ends, the path here when not given. `run`: id of its run."""
+        """Write a JSON object with its hash. `place`: the end of its URL, by default the path. `run`: id of its run."""
         return self.write_json(path, sealed(content, place or path, run))
 
     def write_table(self, path: str, table: pa.Table, kind: str) -> FileEntry:
@@ -79,7 +79,7 @@ class Store(Files):
         return entry.model_copy(update={"rows": table.num_rows, "table": kind})
 
     def write_pieces(self, path: str, pieces: Callable[[], Iterable[pa.Table]], kind: str) -> FileEntry:
-        """Write a table whose rows come in pieces, each a row group. pieces: makes them; called again after a failure."""
+        """Write a table piece by piece, each piece a row group. pieces: makes the pieces; called again after a failure."""
         rows = 0
 
         def counted() -> Iterator[pa.Table]:
@@ -100,7 +100,7 @@ class Store(Files):
         columns: Names | None = None,
         sha256: str | None = None,
     ) -> pa.Table:
-        """Read a table and check its kind, version and, given its entry, hash and rows. `sha256`: its hash where that is known.
+        """Read a table and check its kind and version; with an entry also its hash and rows. `sha256`: its hash, if known.
 
         Raises MissingFileError or CorruptFileError, naming file and remedy.
         """
@@ -123,14 +123,15 @@ class Store(Files):
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[tuple[bytes | BinaryIO, FileEntry]]:
-        """A file's content and entry; a large file on a local disk stays there, open, so that only what is asked of it is read."""
+        """A file's content and entry. A large local file is opened instead of read, so that only the needed parts are read."""
         size = self.local_size(path)
         if size is None or size < LARGE:
             data = self.read(path)
             yield data, entry_of(path, data)
             return
         with self._retried("read", path, lambda: local.opened(Path(self._full(path)))) as handle:
-            tables.check_ends(handle, self.url_of(path))  # a hole of any size is named before it is hashed
+            # before hashing, which may take long: a file that was never written to its end is all zeros there
+            tables.check_ends(handle, self.url_of(path))
             digest = hashlib.file_digest(handle, "sha256").hexdigest()
             size = handle.tell()
             handle.seek(0)
@@ -139,7 +140,7 @@ class Store(Files):
     # entries
 
     def entry(self, path: str) -> FileEntry:
-        """The entry of an existing file; with rows and kind for millrace's tables."""
+        """The entry of an existing file, with rows and kind if it is one of millrace's tables."""
         if not path.endswith(".parquet"):
             return self._hashed(path)
         with self.opened(path) as (data, found):
@@ -157,11 +158,11 @@ class Store(Files):
         self._check(entry.path, self.entry(entry.path), entry)
 
     def check(self, path: str, data: bytes, entry: FileEntry) -> None:
-        """Compare a file's content, which was read, with its entry. Raises CorruptFileError, naming file and difference."""
+        """Compare the content that was read from a file with its entry. Raises CorruptFileError, naming file and difference."""
         self._check(path, entry_of(path, data), entry)
 
     def read_named(self, path: str, entry: FileEntry) -> bytes:
-        """The whole file, as its entry says. Raises MissingFileError or CorruptFileError, naming file and difference."""
+        """Read a whole file and compare it with its entry. Raises MissingFileError or CorruptFileError, naming file and difference."""
         self._check_size(path, entry)
         data = self.read(path)
         self._check(path, entry_of(path, data), entry)
@@ -170,7 +171,7 @@ class Store(Files):
     # folders
 
     def upload_dir(self, folder: str, path: str) -> Entries:
-        """Copy a local folder to `path`, the store itself when empty, each file atomically; returns their entries."""
+        """Copy a local folder to `path` ("" is the store itself), each file atomically; returns the files' entries."""
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         return in_threads(
             lambda file: self._upload(file, f"{path}/{file.relative_to(folder).as_posix()}".lstrip("/")),
@@ -178,9 +179,9 @@ class Store(Files):
         )
 
     def download_dir(self, path: str, folder: str, only: Names | None = None) -> None:
-        """Copy a folder from here to a local folder, or `only` these files of it. Raises MissingFileError if it is empty.
+        """Copy a folder of the store, or `only` these files of it, to a local folder. Raises MissingFileError if it is empty.
 
-        Raises CorruptFileError for a name that leads out of the local folder, before anything is copied.
+        Raises CorruptFileError, before anything is copied, if a name leads out of the local folder.
         """
         names = self.list(path) if only is None else [f"{path}/{name}" if path else name for name in only]
         if not names:
@@ -231,13 +232,13 @@ class Store(Files):
                 )
 
     def _check_size(self, path: str, wanted: FileEntry) -> None:
-        """Of a file on a local disk, before any of it is read: it may have any length by now."""
+        """Check a local file's size before reading it: a changed file may have any length."""
         size = self.local_size(path)
         if size is not None:
             self._check(path, FileEntry(path=path, sha256=wanted.sha256, size=size), wanted)
 
     def _check_name(self, entry: FileEntry) -> FileEntry:
-        """The entry, checked against the first digits of the hash if the name contains them, as parts' names do."""
+        """Check an entry's hash against the digits of the hash in a part's name; other names have none."""
         match = HASH_IN_NAME.search(entry.path)
         if match and not entry.sha256.startswith(match[1]):
             raise CorruptFileError(
@@ -249,7 +250,7 @@ class Store(Files):
 
 
 def split_url(url: str) -> tuple[Store, str]:
-    """The store of a file's folder, and the file's name in it."""
+    """The store of a file's folder, and the file's name."""
     folder, slash, name = url.rpartition("/")
     if folder.endswith(":/"):
         raise StorageError(f"{url}: names no file; give a file below a bucket or folder")

@@ -1,4 +1,4 @@
-"""Parquet bytes of tables whose schemas millrace.core.contracts.schema owns.
+"""Encodes and decodes tables as Parquet; millrace.core.contracts.schema owns their schemas.
 
 zstd level 1, no dictionaries, byte-stream split for log-probabilities, a checksum per page. The file's metadata holds kind
 and version.
@@ -26,9 +26,9 @@ def encode(table: pa.Table, kind: str) -> bytes:
 
 
 def encode_pieces(tables: Iterable[pa.Table], kind: str) -> Iterator[bytes]:
-    """Tables as the bytes of one Parquet file, each a row group: no more than one is in memory.
+    """Tables as the bytes of one Parquet file, each table a row group. One of them is in memory at a time.
 
-    Raises ValueError or KeyError for a table that does not fit its schema: that is a defect.
+    Raises ValueError or KeyError if a table does not fit its schema, which is a defect of millrace.
     """
     wanted, sink = schema.schema(kind), _Passing()
     with pq.ParquetWriter(
@@ -55,7 +55,7 @@ def _fitting(table: pa.Table, wanted: pa.Schema, kind: str) -> pa.Table:
 
 
 class _Passing(io.RawIOBase):
-    """What is written to it, until it is taken away."""
+    """A file in memory whose content is handed out, block by block, while it is written."""
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
@@ -122,7 +122,7 @@ def describe(data: bytes | BinaryIO, name: str) -> tuple[int, str | None]:
 
 
 def check_ends(file: BinaryIO, name: str) -> None:
-    """Raise CorruptFileError if an open file does not begin and end as Parquet does; leaves it at its beginning."""
+    """Raise CorruptFileError if an open file does not start and end with Parquet's magic bytes; rewinds the file."""
     first = file.read(len(MAGIC))
     file.seek(-len(MAGIC), io.SEEK_END)
     last = file.read(len(MAGIC))

@@ -1,6 +1,6 @@
-"""What a driver does with the open iterations of the one before it, once it holds the lease and before it works.
+"""How a driver takes over the open iterations of the driver before it, after it has the lease and before it works.
 
-Owns which of their parts count from now on. Knows nothing of what the parts hold.
+Owns which parts of these iterations count from then on. Knows nothing of what the parts hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WRITERS = ("rollout", "reward", "evaluate_before", "evaluate")  # tasks whose re
 
 
 def take_over(folder: RunFolder) -> int:
-    """Note what earlier drivers left in open iterations, so that what they still write there does not count; remove their chunks.
+    """Record the parts that earlier drivers left in open iterations, so that their later writes do not count; remove their chunks.
 
     Returns the index of the first open iteration.
     """
@@ -29,7 +29,7 @@ def take_over(folder: RunFolder) -> int:
 
 
 def _recorded(folder: RunFolder, index: int) -> dict[str, set[str]]:
-    """The parts that records of finished tasks name, by folder. On a local disk a listing shows them."""
+    """The parts named in records of finished tasks, by folder. Empty on a local disk, whose listings are complete."""
     if folder.store.local:
         return {}
     records = in_threads(IterationFiles(folder, index).record, WRITERS)

@@ -1,7 +1,7 @@
 """A training run as TensorBoard's event files, below MILLRACE_HOME.
 
-Owns the files of one run folder: they lie in `tensorboard/EXPERIMENT/IDENTITY`, so that `tensorboard --logdir` of the folder above
-shows all runs. Needs the extra `tensorboard`; no TensorFlow, and no torch.
+Owns the files of one run folder. They are in `tensorboard/EXPERIMENT/IDENTITY`, so that `tensorboard --logdir` on the experiment's
+folder shows all of its runs. Needs the extra `tensorboard`, but neither TensorFlow nor torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from millrace.core.contracts.tracker import flat
 from millrace.core.errors import ConfigError
 from millrace.core.plain_text import whole
 
-PNG_SIZE = slice(16, 24)  # width and height, big-endian, of a PNG's header
+PNG_SIZE = slice(16, 24)  # width and height, big-endian, in a PNG's header
 
 
 class TensorboardTracker:
-    """The event files of a run. Every attempt writes one of its own into the same folder."""
+    """The event files of a run. Every attempt writes a new file into the same folder."""
 
     def __init__(self, experiment: str, identity: str, first_step: int) -> None:
-        """first_step: what earlier attempts logged from this step on is not shown: it is logged again.
+        """first_step: points of earlier attempts from this step on are hidden, since they are logged again.
 
         Raises ConfigError if the package is not installed.
         """
@@ -45,7 +45,7 @@ class TensorboardTracker:
         )
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one event with a scalar per metric; values that are not finite are left out."""
+        """Write one event with a scalar per metric. Skips values that are not finite."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
@@ -89,11 +89,11 @@ class TensorboardTracker:
         return str(self.folder)
 
     def finish(self) -> None:
-        """Write what is left; event files know no end of a run."""
+        """Write what is buffered. Event files have no mark for the end of a run."""
         self.close()
 
     def close(self) -> None:
-        """Write what is left and end the thread that writes."""
+        """Write what is buffered, and end the writer's thread."""
         self._writer.close()
 
     def _write(self, summary: Any, step: int) -> None:

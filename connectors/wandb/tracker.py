@@ -1,7 +1,7 @@
 """A training run in Weights & Biases.
 
-Owns the connection, which is wandb's own process. Mode, key and entity come from wandb's environment: WANDB_MODE, WANDB_API_KEY,
-WANDB_ENTITY. Needs the extra `wandb`.
+Owns the connection, a process started by wandb. Mode, key and entity come from wandb's environment variables: WANDB_MODE,
+WANDB_API_KEY, WANDB_ENTITY. Needs the extra `wandb`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from millrace.core.errors import ConfigError, MillraceError
 
 
 class WandbTracker:
-    """A run in Weights & Biases, under an id that follows from the run folder: started again it goes on."""
+    """A run in Weights & Biases. Its id is the run folder's identity, so a restart continues the same run."""
 
     def __init__(self, experiment: str, name: str, identity: str) -> None:
-        """identity: of the run folder. Raises ConfigError if the package is not installed, MillraceError if it cannot start."""
+        """identity: the run folder's. Raises ConfigError if the package is not installed, MillraceError if it cannot start."""
         try:
             import wandb
         except ImportError as error:
@@ -29,12 +29,12 @@ class WandbTracker:
                 remedy="pip install 'millrace[wandb]'",
             ) from error
         settings = wandb.Settings(
-            console="off",  # what is printed stays here
+            console="off",  # do not upload what is printed
             disable_code=True,
             disable_git=True,
             silent=True,
             x_save_requirements=False,
-            x_disable_meta=True,  # it has the command line, and so every override
+            x_disable_meta=True,  # it would upload the command line, with all overrides
         )
         try:
             self._run = wandb.init(
@@ -55,7 +55,7 @@ class WandbTracker:
         self._ended = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log one row. wandb takes no step before the newest one it has."""
+        """Log one row. wandb ignores steps before its newest."""
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def log_params(self, values: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class WandbTracker:
         self._run.log({name: wandb.Image(Image.open(io.BytesIO(png)))}, step=step)
 
     def url(self) -> str:
-        """The run's page, or without a server its folder, which `wandb sync` sends."""
+        """The run's page; offline its folder, which `wandb sync` uploads."""
         return str(self._run.settings.sync_dir if self._run.offline else self._run.url)
 
     def finish(self) -> None:
@@ -84,7 +84,7 @@ class WandbTracker:
         self._end(0)
 
     def close(self) -> None:
-        """End wandb's process; a run that is not finished counts as failed there until it goes on."""
+        """End wandb's process. wandb shows an unfinished run as failed until it is resumed."""
         self._end(1)
 
     def _end(self, exit_code: int) -> None:

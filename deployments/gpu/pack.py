@@ -4,11 +4,11 @@
     python deployments/gpu/pack.py build PACK NAME==VERSION ...
     python deployments/gpu/pack.py unpack PACK DEST          # on the host, standard library only; prints DEST/site
 
-`build` takes wheels for Python 3.12 on x86-64: those named with their versions, or, with --lock, all that the named
-installed packages need at the versions of a constraints file, less what the host has (--host, its `pip freeze`).
-millrace itself is not packed: its checkout is put on the host. `unpack` compiles what it unpacks to bytecode. SGLang
-goes in a pack of its own, since it pins other versions than millrace: name its folder in MILLRACE_SGLANG_PYTHONPATH and
-only the server's process sees it.
+`build` downloads wheels for Python 3.12 on x86-64: the named versions, or with --lock the named packages and all they
+need, at the versions of a constraints file, except what the host has (--host, its `pip freeze`).
+millrace itself is not packed: copy its checkout to the host. `unpack` also compiles to bytecode. SGLang needs a separate
+pack, since it pins other versions than millrace: name its folder in MILLRACE_SGLANG_PYTHONPATH, and only the server's
+process sees it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in range(39, 16, -1)] + ["manylinux2014_x86_64"]
-UNUSED = (  # what neither millrace nor SGLang (triton attention) imports
+UNUSED = (  # neither millrace nor SGLang (triton attention) imports these
     "ray/jars",
     "ray/dashboard/client",
     "ray/rllib",
@@ -49,7 +49,7 @@ UNUSED = (  # what neither millrace nor SGLang (triton attention) imports
     "flashinfer/data/cutlass/python",
     "flashinfer/data/cutlass/test",
 )
-STRIP_BYTES = 200_000  # binaries larger than this lose their symbols, which halves Ray
+STRIP_BYTES = 200_000  # larger binaries lose their symbols, which halves Ray
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def _plain(name: str) -> str:
 
 
 def _frozen(path: Path) -> dict[str, str | None]:
-    """Versions by package of what `pip freeze` printed; None where it gives a place instead."""
+    """Versions by package, from the output of `pip freeze`; None if it names a path or URL instead."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     found = [re.match(r"([\w.-]+)(?:==(\S+))?", line) for line in lines if not line.startswith(("#", "-"))]
     return {_plain(match[1]): match[2] for match in found if match}
@@ -124,7 +124,7 @@ def _build(
 
 
 def _extract(wheel: Path, site: Path) -> None:
-    """A wheel's files; programs among them stay so, which zipfile by itself does not see to."""
+    """Extract a wheel's files and keep the execute permission of programs, which zipfile drops."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             path = archive.extract(member, site)
@@ -133,10 +133,10 @@ def _extract(wheel: Path, site: Path) -> None:
 
 
 def _closure(names: list[str], lock: Path, has: dict[str, str | None]) -> list[str]:
-    """The names and all they need, at locked versions, as this environment's installed metadata tells.
+    """The named packages and all they need, at locked versions, by the metadata installed in this environment.
 
-    Left out is what the host has at a version that is asked for; one that it has at another is packed, which it then finds
-    first.
+    Leaves out packages that the host has at a suitable version. A package that the host has at another version is packed, and
+    found before the host's.
     """
     from importlib import metadata
 
@@ -155,7 +155,7 @@ def _closure(names: list[str], lock: Path, has: dict[str, str | None]) -> list[s
         "python_full_version": "3.12.3",
     }
     found: dict[str, str] = {}
-    seen: set[tuple[str, frozenset[str]]] = set()  # a package may be needed with other extras later
+    seen: set[tuple[str, frozenset[str]]] = set()  # a package may be needed again with other extras
 
     def visit(name: str, extras: Iterable[str], wanted: SpecifierSet) -> None:
         plain = _plain(name)
@@ -184,7 +184,7 @@ def _closure(names: list[str], lock: Path, has: dict[str, str | None]) -> list[s
 
 
 def _strip(site: Path) -> None:
-    """Take symbols out of large binaries, where this machine's strip knows them; type stubs go too."""
+    """Strip symbols from large binaries that this machine's strip can read, and delete type stubs."""
     for stub in site.rglob("*.pyi"):
         stub.unlink()
     if shutil.which("strip"):
@@ -210,7 +210,7 @@ def _archive(pack: Path, part: int) -> None:
 
 
 class _Chain(io.RawIOBase):
-    """The parts of one archive as one stream."""
+    """The parts of an archive as one stream."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = iter(files)
@@ -240,7 +240,7 @@ def _unpack(pack: Path, dest: Path) -> Path:
     site = dest / "site"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
-        # where Python is told to write no bytecode, as in containers, every start would compile all that it imports
+        # containers often tell Python to write no bytecode, and then every start would compile all imports again
         compileall.compile_dir(site, quiet=2, workers=0)
     return site
 

@@ -1,7 +1,7 @@
 """millrace: LLM reinforcement-learning post-training as resumable Prefect flows.
 
-What user code names is here: `from millrace import RewardInput`. Each name is imported when it is first used, so that
-`import millrace` itself loads neither torch nor pydantic.
+Names for user code are imported from here: `from millrace import RewardInput`. Each is loaded at its first use, so that
+`import millrace` loads neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from millrace.core.sessions.interface import ToolError as ToolError
     from millrace.core.sessions.interface import Turn as Turn
 
-# Milliseconds after which the memory that Arrow has freed goes back to the host. By itself after a second: then each stage of an
-# iteration pays for its pages again. Arrow's allocator reads it as pyarrow is imported, so it stands before all else.
+# Milliseconds until Arrow returns freed memory to the host. Its default is one second, and then each stage of an iteration pays
+# for new pages. Arrow's allocator reads the variable when pyarrow is imported, so it is set before all else.
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
-# Process id of the node that a process of Ray's belongs to: its core ends the process without a word where it loses the node and
-# finds this one dead. Without the variable, which Ray sets for its own processes, it asks whether the parent is process 1: so it is
-# for a driver in the background whose shell has ended. Ray reads it as it is imported.
+# Ray's core silently ends a process that has lost its node if the process with this id is dead. Ray sets the variable for its
+# workers. Without it Ray asks whether the parent is process 1, which is true for a background driver whose shell has ended, and
+# would end it. Ray reads the variable when it is imported.
 os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 
 _MODULES = {

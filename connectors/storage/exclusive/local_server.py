@@ -62,7 +62,7 @@ class LocalServer:
     module: str
     path: str  # of its API, below the address of its page
     folder: Path  # its working directory
-    environment: Callable[[str], Mapping[str, str]]  # its environment variables, given the address of its page
+    environment: Callable[[str], Mapping[str, str]]  # its variables, given the address of its page
     port_taken: str  # the remedy if another program has the only port that it may use
 
     @contextlib.contextmanager

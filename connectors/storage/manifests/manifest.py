@@ -1,6 +1,6 @@
 """The content of an iteration's manifest.json: its files, its tasks' records, and the outcome of each group.
 
-Owns the manifest's hash of itself, which reveals a changed bit. Knows nothing of where the file lies.
+Owns the manifest's hash of itself, which reveals any change. Knows nothing of the file's place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millrace.core.contracts.history import IterationHistory
 
 
 class Manifest(BaseModel):
-    """Names, row counts and hashes of every file of an iteration. Readers trust no file that it does not name."""
+    """Names, row counts and hashes of all files of an iteration. Readers trust no other file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,7 +33,7 @@ class Manifest(BaseModel):
     sha256: str = ""
 
     def after(self, before: Manifest | None) -> Manifest:
-        """This manifest as the one that follows `before`."""
+        """This manifest with the hash of `before`, the one it follows."""
         return self.model_copy(update={"before": before.sha256 if before else None})
 
     def sealed(self) -> Manifest:
@@ -47,12 +47,12 @@ class Manifest(BaseModel):
         return hashlib.sha256(content.encode()).hexdigest()
 
     def file(self, path: str) -> FileEntry:
-        """The entry of a file. Raises KeyError for a file that the manifest does not name."""
+        """The entry of a file. Raises KeyError if the manifest does not name it."""
         entry = self.find(path)
         if entry is None:
             raise KeyError(path)
         return entry
 
     def find(self, path: str) -> FileEntry | None:
-        """The entry of a file, None for one that the manifest does not name."""
+        """The entry of a file, None if the manifest does not name it."""
         return next((entry for entry in self.files if entry.path == path), None)

@@ -1,4 +1,4 @@
-"""What became of the groups of one iteration, as its manifest keeps it. Owns which columns of its tables say so."""
+"""The outcome of each group of an iteration, for its manifest. Owns which columns of the tables it is read from."""
 
 from __future__ import annotations
 

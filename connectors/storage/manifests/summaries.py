@@ -1,7 +1,7 @@
-"""Summaries of manifests: a start reads one file for many iterations in place of their manifests.
+"""Summaries of manifests, so that a start reads one file for many iterations instead of each manifest.
 
-Owns which iteration's folder has one and what it says. The manifest of that iteration names it with its hash. It is a cache:
-where one is gone or changed, the manifests that it stands for are read.
+Owns which iteration's folder has a summary and what the summary holds. That iteration's manifest names it with its hash.
+A summary is a cache: if it is gone or changed, the manifests that it sums up are read.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from millrace.core.errors import CorruptFileError, MissingFileError
 
 log = logging.getLogger(__name__)
 SUMMARY = "summary.json"
-EVERY = 64  # iterations of a summary
+EVERY = 64  # iterations per summary
 
 
 class Committed(BaseModel):
-    """What is read again and again of a committed iteration."""
+    """The part of a committed iteration that every start reads."""
 
     model_config = ConfigDict(extra="forbid")
 
     iteration: int
-    sha256: str  # of its manifest
+    sha256: str  # the manifest's
     run: str | None
     metrics: dict[str, Any]
-    evaluated: dict[str, Any] | None = None  # of the weights that it began with
+    evaluated: dict[str, Any] | None = None  # the evaluation of the weights that it started with
     history: IterationHistory | None
 
     @classmethod
     def of(cls, manifest: Manifest) -> Committed:
-        """That of a manifest."""
+        """The part of this manifest."""
         return cls(
             iteration=manifest.iteration,
             sha256=manifest.sha256,
@@ -50,7 +50,7 @@ class Committed(BaseModel):
 
 
 class Summary(BaseModel):
-    """The content of a summary: its iterations in order, and the hashes of the summaries before it, by the iteration that has each."""
+    """The content of a summary: its iterations in order, and the hashes of earlier summaries by the iteration that holds each."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,17 +64,17 @@ class Summaries:
     def __init__(
         self, folder_of: Callable[[int], Store], manifest_of: Callable[[int], Manifest | None]
     ) -> None:
-        """folder_of, manifest_of: those of an iteration."""
+        """folder_of, manifest_of: return an iteration's folder and manifest."""
         self._folder_of, self._manifest_of = folder_of, manifest_of
-        self._hashes: dict[int, str] = {}  # of summaries, by the iteration that has each
-        self.until = 0  # iterations that the newest summary and those before it stand for
+        self._hashes: dict[int, str] = {}  # of summaries, by the iteration that holds each
+        self.until = 0  # number of iterations covered by summaries
 
     def find(self, numbers: list[int]) -> None:
-        """Look for the newest summary. numbers: of the iterations that have a folder."""
+        """Look for the newest summary. numbers: the iterations that have a folder."""
         for index in reversed([number for number in numbers if has_summary(number)]):
             manifest = self._manifest_of(index)
             if manifest is None:
-                continue  # it is open
+                continue  # the iteration is open
             entry = manifest.find(SUMMARY)
             if entry is None:
                 return  # an earlier release committed it
@@ -87,7 +87,7 @@ class Summaries:
             return
 
     def read(self, since: int) -> Iterator[Committed]:
-        """The iterations from `since` to `until`. Of those that no whole summary stands for, the manifests are read."""
+        """The iterations from `since` to `until`. If a summary is broken, reads the manifests instead."""
         for index in range(since // EVERY * EVERY + EVERY, self.until + 1, EVERY):
             yield from (item for item in self._block(index) if item.iteration >= since)
 
@@ -104,11 +104,11 @@ class Summaries:
         return [Committed.of(manifest) for manifest in found if manifest]
 
     def write(self, index: int) -> FileEntry:
-        """Write the summary that iteration `index` has; those before it are committed. The same manifests make the same bytes."""
+        """Write the summary of iteration `index`, after all earlier ones are committed. Equal manifests give equal bytes."""
         return self._folder_of(index).write(SUMMARY, self._content(index))
 
     def check(self, index: int) -> None:
-        """Raise CorruptFileError if the summary of an iteration does not say what the manifests say."""
+        """Raise CorruptFileError if an iteration's summary differs from the manifests."""
         folder = self._folder_of(index)
         if self._entry(index) and folder.read(SUMMARY, LARGEST_JSON) != self._content(index):
             raise CorruptFileError(
@@ -127,7 +127,7 @@ class Summaries:
 
 
 def has_summary(index: int) -> bool:
-    """Whether an iteration's folder has a summary, of the EVERY iterations before it."""
+    """Whether an iteration's folder holds a summary of the EVERY iterations before it."""
     return index > 0 and index % EVERY == 0
 
 

@@ -1,8 +1,8 @@
-"""The rows of a source by their numbers, without reading them all: for sources that are too large to hold.
+"""Reads rows of a source by number, for sources that are too large for memory.
 
-Owns where each row begins. JSONL files are read where they lie; other formats are first written to a temporary file that is
-mapped into memory. Rows are parsed when they are asked for, so only then a row may prove unusable. A row of a JSONL file is
-compared with its checksum of the scan: the file may be replaced meanwhile.
+Owns the offset of each row. JSONL files are read in place; other formats are first written to a temporary file that is mapped
+into memory. Rows are parsed on demand, so an unusable row shows only then. Each row of a JSONL file is compared with its
+checksum from the first scan, since the file may be replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Checksums = NDArray[np.uint32]
 
 
 class AddressedRows:
-    """The rows that a source's path names: `len` of them, read in any order.
+    """The rows of a source: `len` of them, read in any order.
 
-    size, sha256, files: bytes and hashes of the source's files, as a fingerprint has them.
+    size, sha256, files: bytes and hashes of the source's files, as in its fingerprint.
     """
 
     def __init__(self, source: Located) -> None:
-        """Reads each JSONL file once, others for their rows and again for their hash.
+        """Reads each JSONL file once, and files of other formats twice: for their rows and for their hash.
 
-        Raises DataError naming the path if there is none that can be read.
+        Raises DataError naming the path if the source cannot be read.
         """
         self._source = source
         self._files = located(source)
@@ -55,7 +55,7 @@ class AddressedRows:
         return len(self._numbers)
 
     def read(self, numbers: Sequence[int]) -> list[Item]:
-        """The rows with these numbers, which count from 0 within the slice, in their order."""
+        """The rows with these numbers, in this order. Numbers count from 0 within the slice."""
         rows = np.asarray([self._numbers[number] for number in numbers], dtype=np.int64)
         which = np.searchsorted(self._starts, rows, side="right") - 1
         found: dict[int, Item] = {}
@@ -86,7 +86,7 @@ class _Lines:
         return len(self.offsets) - 1
 
     def read(self, rows: Sequence[int], first: int) -> list[Item]:
-        """These rows of the file, whose row 0 is the source's row `first`. Raises DataError if one is not as it was scanned."""
+        """These rows of the file, whose row 0 is the source's row `first`. Raises DataError if a row changed since the scan."""
         store = self.files.store
         path, url = f"{store.root}/{self.name}", store.url_of(self.name)
         starts = [int(self.offsets[row]) for row in rows]
@@ -100,7 +100,7 @@ class _Lines:
         ]
 
     def _checked(self, line: bytes, row: int) -> bytes:
-        """The line of a row, without the mark of a file's start."""
+        """The line of a row, without a byte order mark."""
         if zlib.crc32(line) != self.checksums[row]:
             raise DataError(
                 f"row {row} of {self.files.store.url_of(self.name)} is not the one that stood there when the run started",
@@ -112,7 +112,7 @@ class _Lines:
 
 
 class _Batches:
-    """A file of Arrow batches that is mapped into memory."""
+    """A file of Arrow batches, mapped into memory."""
 
     def __init__(self, source: Located, path: Path) -> None:
         self._source = source
@@ -135,7 +135,7 @@ class _Batches:
 
 
 def _opened(source: Located, files: DataFiles, number: int) -> tuple[_Lines | _Batches, tuple[int, str]]:
-    """A file whose rows can be read by number, and its size and hash."""
+    """Prepare a file for reading rows by number; returns it with its size and hash."""
     name = files.names[number]
     if name.endswith((".jsonl", ".json")):
         size, sha256, offsets, checksums = _scanned(files, name)
@@ -153,10 +153,10 @@ def _opened(source: Located, files: DataFiles, number: int) -> tuple[_Lines | _B
 
 
 def _scanned(files: DataFiles, name: str) -> tuple[int, str, Offsets, Checksums]:
-    """Size and hash of a JSONL file, where its lines begin (the last offset is its size), and each line's checksum."""
+    """Size and hash of a JSONL file, the offset of each line (then the file's size), and the checksum of each line."""
     hashed, size = hashlib.sha256(), 0
     offsets, checksums = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.uint32)]
-    begun = 0  # checksum of the line that the blocks so far have begun
+    begun = 0  # checksum so far of the line that continues in the next block
     for block in files.store.blocks(name):
         hashed.update(block)
         offsets.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + size + 1)

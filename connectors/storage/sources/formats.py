@@ -1,6 +1,6 @@
 """Rows of one file of prompts: JSONL, Parquet, or Arrow as `save_to_disk` writes it.
 
-Owns reading block by block and row by row; what a usable row is, core decides. Every row gives one item, in file order.
+Owns reading block by block and row by row; core decides which rows are usable. Every row gives one item, in file order.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from millrace.core.contracts.rows.prompts import (
 from millrace.core.errors import DataError, MissingColumnError
 
 HEAD = 1 << 20
-MARK = b"\xef\xbb\xbf"  # that some editors put at the start of a file
+MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write at the start of a file
 Item = PromptRow | Quarantined
 
 
 def rows_of(source: Located, files: DataFiles, head: bool = False) -> Iterator[Item]:
-    """The rows of all files, one after the other and numbered through; without regard to a slice.
+    """The rows of all files in order, numbered across files. Ignores a slice.
 
-    head: only the first rows are wanted, so a file is not read whole.
+    head: the caller needs only the first rows, so a file is not read whole.
     """
     first = 0
     for name in files.names:
@@ -49,13 +49,13 @@ def rows_of(source: Located, files: DataFiles, head: bool = False) -> Iterator[I
 
 
 def count_rows(source: Located, files: DataFiles, number: int, size: int, most: int) -> tuple[int, bool]:
-    """Rows of a file, and whether that is exact: the lines of one larger than `most` bytes are estimated."""
+    """The number of rows of a file, and whether it is exact: lines of a file larger than `most` bytes are estimated."""
     name = files.names[number]
     return _Reader(source, files.store, name, files.one).count(size, most)
 
 
 def line_of(line: bytes, number: int, source: Located) -> Item:
-    """The row that a line of JSONL is; one of more than LARGEST_ROW bytes is refused unread."""
+    """Parse a line of JSONL; a line of more than LARGEST_ROW bytes is refused unparsed."""
     if len(line) > LARGEST_ROW:
         return refuse(
             source, number, f"too long: more than {LARGEST_ROW} bytes", line[:80].decode("utf-8", "replace")
@@ -64,7 +64,7 @@ def line_of(line: bytes, number: int, source: Located) -> Item:
 
 
 def batches_of(source: Located, files: DataFiles, name: str) -> Iterator[pa.RecordBatch]:
-    """The wanted columns of a Parquet or Arrow file, a batch at a time. Raises DataError if it is none."""
+    """The needed columns of a Parquet or Arrow file, a batch at a time. Raises DataError if it is not such a file."""
     return _Reader(source, files.store, name, files.one).batches()
 
 
@@ -82,15 +82,16 @@ def parse_batch(source: Located, batch: pa.RecordBatch, first: int) -> Iterator[
         return
     prompt = column_of(source.prompt_key, batch.schema.names)
     for number, values in enumerate(rows, first):
-        held = {prompt: None, **without_nulls_of_tables(values)}  # a null there is said to be one
+        # with a key for the prompt, so that a null prompt is reported as null, not as missing
+        held = {prompt: None, **without_nulls_of_tables(values)}
         yield parse_row(held, number, source)
 
 
 def without_nulls_of_tables(value: Any) -> Any:
-    """A value of a table without the keys that an object has only because another row's has them: all whose value is null.
+    """A value of a table without its null fields: a table gives each object the fields of all other rows' objects.
 
-    A null that was written there cannot be distinguished from these. In lists and maps, which get nothing from other rows, nulls
-    stay.
+    A null that was written on purpose cannot be told apart, and goes too. Nulls in lists and maps stay: other rows add nothing
+    to those.
     """
     if isinstance(value, dict):
         return {name: without_nulls_of_tables(item) for name, item in value.items() if item is not None}
@@ -102,7 +103,7 @@ def without_nulls_of_tables(value: Any) -> Any:
 
 
 class _Reader:
-    """One file."""
+    """Reads one file."""
 
     def __init__(self, source: Located, store: Store, name: str, one: bool) -> None:
         self._source, self._store, self._name = source, store, name
@@ -122,12 +123,12 @@ class _Reader:
                 first += batch.num_rows
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The wanted columns, a batch at a time; the file is not read whole."""
+        """The needed columns, a batch at a time; the file is not read whole."""
         with self._open() as data:
             yield from self._read(data, HEAD)
 
     def count(self, size: int, most: int) -> tuple[int, bool]:
-        """Its rows, and whether that is exact."""
+        """The number of its rows, and whether it is exact."""
         if self._name.endswith(".parquet"):
             with self._open() as data:
                 return int(self._checked(lambda: pq.ParquetFile(data).metadata.num_rows)), True
@@ -149,7 +150,7 @@ class _Reader:
             yield line_of(line.removeprefix(MARK) if number == first else line, number, self._source)
 
     def _read(self, data: Any, buffered: int) -> Iterator[pa.RecordBatch]:
-        """Batches of the wanted columns, each of a few rows. Raises DataError if they unpack to far more than the file holds."""
+        """Batches of the needed columns, a few rows each. Raises DataError if they unpack to far more than the file's size."""
         unpacking = Unpacking(data.size() if isinstance(data, pa.NativeFile) else data.size)
         try:
             if self._name.endswith(".parquet"):
@@ -169,7 +170,7 @@ class _Reader:
             ) from error
 
     def _columns(self, schema: pa.Schema) -> list[str]:
-        """The columns that are read. Raises MissingColumnError without that of the prompt, DataError for two of one name."""
+        """The columns to read. Raises MissingColumnError without a prompt column, DataError if a name occurs twice."""
         source, names = self._source, schema.names
         own = (source.tools_key, source.chat_template_kwargs_key, source.sampling_key, *source.extra_keys)
         keys = (source.prompt_key, source.label_key, source.metadata_key, *own)
@@ -201,7 +202,7 @@ class _Reader:
 
 
 def _twice(schema: pa.Schema, column: str) -> str:
-    """A name that stands twice among the columns, or among the fields of one; empty if there is none."""
+    """A name that occurs twice among the columns, or among a column's fields; "" if none does."""
     if schema.names.count(column) > 1:
         return column
     fields = [(column, schema.field(column).type)]
@@ -216,7 +217,7 @@ def _twice(schema: pa.Schema, column: str) -> str:
 
 
 def lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file that is read in blocks. Text after the last newline is a line too. Of a line that is too long, its start."""
+    """Lines of a file that is read in blocks. Text after the last newline is a line too. A line that is too long is cut."""
     rest: list[bytes] = []
     held = 0
     for block in blocks:

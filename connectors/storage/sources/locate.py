@@ -1,4 +1,4 @@
-"""The files that a source's path names: one, those of a folder or a pattern, or a data set that `save_to_disk` wrote.
+"""The files that a source's path names: a file, a folder, a pattern, or a data set written by `save_to_disk`.
 
 Owns their order. Knows nothing of what the files hold, except for the index of a saved data set.
 """
@@ -28,7 +28,7 @@ from millrace.core.contracts.source_path import (
 )
 from millrace.core.errors import DataError, MissingFileError
 
-SPLITS, STATE = "dataset_dict.json", "state.json"  # what save_to_disk writes beside its files
+SPLITS, STATE = "dataset_dict.json", "state.json"  # written by save_to_disk beside its files
 
 
 class Located(Keys, Protocol):
@@ -58,7 +58,7 @@ class DataFiles:
         )
 
     def content(self) -> tuple[int, str, dict[str, str]]:
-        """Bytes, SHA-256, and the hash of each file by name unless the path names one file alone.
+        """Bytes, SHA-256, and each file's hash by name, empty if the path names a single file.
 
         The hash of several files is that of their names and hashes.
         """
@@ -73,7 +73,7 @@ class DataFiles:
         return size, hashed.hexdigest()
 
     def together(self, found: Sequence[tuple[int, str]]) -> tuple[int, str, dict[str, str]]:
-        """Bytes and hashes of the whole, from those of each file."""
+        """Bytes and hashes of all files together, from each file's."""
         size = sum(held for held, _ in found)
         hashes = {name: sha256 for name, (_, sha256) in zip(self.names, found, strict=True)}
         if len(found) == 1:
@@ -88,9 +88,9 @@ def where(source: Located) -> str:
 
 
 def located(source: Located, probe: bool = False) -> DataFiles:
-    """The files of a source. Raises DataError naming the path if there are none, or none that can be read.
+    """The files of a source. Raises DataError naming the path if there are none, or they cannot be read.
 
-    probe: a person waits for it, so storage that does not answer soon is an error.
+    probe: a person waits, so storage that does not answer soon is an error.
     """
     try:
         path = source_path(source.path)
@@ -122,7 +122,7 @@ def located(source: Located, probe: bool = False) -> DataFiles:
 
 
 def is_absent(path: str) -> bool:
-    """Whether nothing lies at a source's path on a disk. False for a URL, and for a path that cannot be read."""
+    """True if a source's local path does not exist. False for a URL, and for a path that cannot be read."""
     try:
         files = source_path(path).files
     except ValueError:
@@ -142,13 +142,13 @@ def _is_folder(path: str, probe: bool) -> bool:
 
 
 def _full(path: str) -> tuple[Store, str]:
-    """A path as its filesystem knows it."""
+    """A path's store, and the path in the form of its filesystem."""
     store, name = split_url(path)
     return store, f"{store.root}/{name}" if name else store.root
 
 
 def _matches(source: Located, path: str, probe: bool) -> tuple[Store, list[str]]:
-    """The files that a pattern names, with paths relative to the last folder before it."""
+    """The files that match a pattern, with paths relative to the last folder before the pattern."""
     parts = path.split("/")
     at = next(number for number, part in enumerate(parts) if any(character in part for character in "*?["))
     store, _ = split_url("/".join([*parts[:at], "-"]))
@@ -193,7 +193,7 @@ def _in_folder(source: Located, store: Store, probe: bool) -> list[str]:
 
 
 def _refuse_compressed(source: Located, names: Sequence[str]) -> None:
-    """Raises DataError if a file would be left out because it is compressed."""
+    """Raise DataError if a file would be skipped because it is compressed."""
     compressed = next(filter(is_compressed, names), None)
     if compressed:
         raise DataError(
@@ -204,7 +204,7 @@ def _refuse_compressed(source: Located, names: Sequence[str]) -> None:
 
 
 def _index(source: Located, store: Store, name: str) -> dict[str, Any]:
-    """What save_to_disk wrote of a data set's files or splits."""
+    """The index of a data set's files or splits, written by save_to_disk."""
     key = "splits" if name == SPLITS else "_data_files"
     try:
         found = json.loads(store.read(name))

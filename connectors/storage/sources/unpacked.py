@@ -1,8 +1,8 @@
-"""How many bytes the rows of a Parquet or Arrow file are once they are unpacked, and how far that may go.
+"""Bounds the memory of a Parquet or Arrow file's unpacked rows.
 
-A file of kilobytes may stand for gigabytes: a dictionary holds a long text once for all rows that repeat it, and a page of one
-letter packs to nothing. Owns the bounds, which follow from the file's own size, and what is read of a Parquet file to keep
-them: columns of text stay references into their dictionary until a few rows at a time are unpacked.
+A file of kilobytes may unpack to gigabytes: a dictionary holds a long text once for all rows that repeat it, and a page of one
+letter packs to nothing. Owns the bounds, which depend on the file's size, and the way to read a Parquet file within them:
+columns of text stay references into their dictionary, and a few rows at a time are unpacked.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from numpy.typing import NDArray
 
 BATCH_ROWS = 1024
 BATCH = 16 << 20  # bytes of rows that are unpacked at once
-LARGEST_BATCH = 64 << 20  # bytes that a batch may be before it is looked at
+LARGEST_BATCH = 64 << 20  # bytes of a batch before it is checked
 LARGEST_ROW = 128 << 20  # bytes
-ALWAYS = 256 << 20  # bytes that every file may hold, however well it is packed
-PACKED = 200  # times its size, that a file may hold beyond these; text packs to a tenth or so
-HEADER = 64  # bytes that hold the first fields of a page's header
+ALWAYS = 256 << 20  # bytes that every file may unpack to
+PACKED = 200  # beyond these bytes, a file may unpack to this many times its size; text packs to about a tenth
+HEADER = 64  # bytes; they contain the first fields of a page's header
 NEXT_FIELD_I32 = b"\x15"
 DICTIONARY_PAGE = 2
-ROW = 1024  # bytes of a row beside its values, as Python has it
+ROW = 1024  # bytes that Python needs for a row beside its values
 
 Sizes = NDArray[np.int64]
 
 
 class TooLargeError(ValueError):
-    """A file, or a row of it, holds more than is read."""
+    """A file or a row unpacks to more than the bounds allow."""
 
 
 class Unpacking:
-    """The unpacked bytes of one file so far. size: of the file."""
+    """Counts the unpacked bytes of one file. size: bytes of the file."""
 
     def __init__(self, size: int) -> None:
         self._allowed = max(ALWAYS, PACKED * size)
@@ -44,7 +44,7 @@ class Unpacking:
         self._sum = self._rows = 0
 
     def batches(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-        """The rows of a batch, unpacked a few at a time. Raises TooLargeError for a row or a file that holds too much."""
+        """The rows of a batch, unpacked a few at a time. Raises TooLargeError if a row or the file unpacks to too much."""
         sizes = reduce(np.add, map(sizes_of, batch.columns), np.full(batch.num_rows, ROW, dtype=np.int64))
         if len(sizes) and sizes.max() > LARGEST_ROW:
             row = int(np.argmax(sizes > LARGEST_ROW))
@@ -65,10 +65,10 @@ class Unpacking:
 
 
 def parquet_batches(data: Any, buffered: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The wanted columns, so few rows at a time that a batch is never much, however its texts repeat.
+    """The needed columns, in batches of so few rows that each stays small even if its texts repeat.
 
-    Texts in lists stay references into their dictionary. Raises TooLargeError if a column of a row group unpacks to too much to be
-    looked at.
+    Texts in lists stay references into their dictionary. Raises TooLargeError if a column of a row group would unpack to too much
+    for a first batch.
     """
     file = pq.ParquetFile(data, buffer_size=buffered)
     for number in range(file.metadata.num_row_groups):
@@ -94,7 +94,7 @@ def parquet_batches(data: Any, buffered: int, columns: Sequence[str]) -> Iterato
 
 
 def _repeated(data: Any, chunk: pq.ColumnChunkMetaData) -> int:
-    """Bytes that a value of a column's part may repeat: those of its dictionary, or of all values if each may repeat another."""
+    """Most bytes that one value of a column chunk may unpack to: its dictionary's, or all of them if values refer to one another."""
     if chunk.physical_type != "BYTE_ARRAY":
         return 0
     if "DELTA_BYTE_ARRAY" in chunk.encodings:
@@ -103,14 +103,14 @@ def _repeated(data: Any, chunk: pq.ColumnChunkMetaData) -> int:
         return 0
     data.seek(min(at for at in (chunk.dictionary_page_offset, chunk.data_page_offset) if at))
     head = data.read(HEADER)
-    # in Thrift's compact form: a page's kind, then its unpacked bytes
+    # the page header, in Thrift's compact protocol, starts with the page's kind and its unpacked bytes
     kind, at = _number(head, 0)
     size, _ = _number(head, at)
     return size if kind == DICTIONARY_PAGE else int(chunk.total_uncompressed_size)
 
 
 def _number(head: bytes, at: int) -> tuple[int, int]:
-    """The 32-bit field that begins there, and where the next one begins; -1 for another field."""
+    """The 32-bit field at this offset, and the offset of the next field; -1 for a field of another type."""
     value = shift = 0
     if head[at : at + 1] != NEXT_FIELD_I32:
         return -1, at
@@ -123,7 +123,7 @@ def _number(head: bytes, at: int) -> tuple[int, int]:
 
 
 def sizes_of(array: pa.Array) -> Sizes:
-    """Bytes of each value of an array once it is unpacked."""
+    """Unpacked bytes of each value of an array."""
     kind, count = array.type, len(array)
     if pa.types.is_dictionary(kind):
         values = sizes_of(array.dictionary)
@@ -198,6 +198,6 @@ def _by_list(array: pa.Array, values: Sizes) -> Sizes:
 
 
 def _sums(values: Sizes, offsets: NDArray[Any]) -> Sizes:
-    """The sum of the values between each two neighbouring offsets."""
+    """The sum of the values between each pair of neighbouring offsets."""
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values, dtype=np.int64)])
     return np.asarray(sums[offsets[1:]] - sums[offsets[:-1]], dtype=np.int64)
