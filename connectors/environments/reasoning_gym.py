@@ -74,7 +74,7 @@ def rows(
 ) -> Rows:
     """Rows of a data source (millrace.DataSource): `size` questions of a generator.
 
-    level: sets every attribute of the generator's curriculum, each at most to its highest level, except those in `config`.
+    level: sets every attribute of the generator's curriculum, each at most to its highest level; `config` has precedence.
     Errors: ConfigError if the generator is unknown, has no curriculum, or does not accept the config.
     """
     given = dict(config or {})

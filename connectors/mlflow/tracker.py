@@ -55,9 +55,7 @@ KIND_TAG, KIND = (
     "mlflow.experimentKind",
     "custom_model_development",
 )  # shows MLflow's pages for training, not for LLM apps
-CURVES = (
-    "workflowType=machine_learning"  # the same for one visit, also where a browser remembers the other pages
-)
+CURVES = "workflowType=machine_learning"  # for this visit, even if the browser remembers the other pages
 
 
 def _taken(

@@ -1,12 +1,12 @@
-"""The local Prefect server's process: Prefect's own application, which retries a request that SQLite refused.
+"""The local Prefect server's process: Prefect's application, with retries of requests that SQLite refused.
 
     python -m millrace.connectors.prefect.app FD HOME
 
-FD is the number of an inherited socket that listens on loopback. HOME is the MILLRACE_HOME whose server it is, by which it
-is found among processes.
+FD is the number of an inherited socket that listens on loopback. HOME is the server's MILLRACE_HOME, which identifies it among
+all processes.
 
-SQLite refuses a writer whose transaction began to read before another writer wrote. Prefect's server then answers 503, having
-done nothing, and its client waits two seconds, in which the run stands still. A few milliseconds later the request succeeds.
+SQLite refuses a write if the transaction started to read before another writer wrote. Prefect's server then does nothing and
+answers 503; its client waits two seconds, and the run with it. A few milliseconds later the request would succeed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from millrace.connectors.storage.exclusive.page_policy import (
 )
 
 LARGEST = 64 << 20  # bytes of a body
-STRANGERS = 64 << 10  # and of one without the login, whom Prefect answers itself
+STRANGERS = 64 << 10  # bytes of a body without the login; Prefect itself answers such a request
 ATTEMPTS = 20
 WAIT_S = 0.05
 REFUSED = 503
 
 
 class Login:
-    """ASGI middleware: who has not the login is answered before a body is read, and no body is read that is larger than any needs.
+    """ASGI middleware that bounds request bodies: to a small size without the login, and to `LARGEST` with it.
 
-    Prefect's application looks at the login when it has the whole body in memory. What it answers without one stays its own.
+    Prefect's application checks the login only after it has read the whole body into memory. Its answer to a small request
+    without the login is unchanged.
     """
 
     def __init__(self, app: Application, login: str) -> None:
@@ -75,14 +76,14 @@ class Login:
         except _TooLargeError:
             if not answered:
                 status = 413 if known else 401
-                # the rest of the body is not read: the connection ends with the answer
+                # the rest of the body is not read, so the connection cannot be used again
                 sent = [(b"content-type", b"text/plain"), (b"connection", b"close")]
                 await send({"type": "http.response.start", "status": status, "headers": sent})
                 await send({"type": "http.response.body", "body": b"the body is too large"})
 
 
 class _TooLargeError(Exception):
-    """A body holds more than is read."""
+    """A request's body is larger than allowed."""
 
 
 class RetryRefused:
@@ -104,13 +105,13 @@ class RetryRefused:
     async def _attempt(
         self, scope: MutableMapping[str, Any], body: bytes, receive: Receive, send: Send, *, last: bool
     ) -> bool:
-        """Make the request once; False if it was refused and no part of an answer was sent."""
+        """Make the request once; False if it was refused, in which case no answer was sent."""
         replayed = refused = False
 
         async def replay() -> Message:
             nonlocal replayed
             if replayed:
-                return await receive()  # the message that the client disconnected
+                return await receive()  # the client's disconnect message
             replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
@@ -139,12 +140,12 @@ async def _body(receive: Receive) -> bytes:
 
 
 def guarded(app: Application, login: str) -> Application:
-    """Prefect's application as it is served."""
+    """Prefect's application with both middlewares."""
     return OwnAddressesOnly(Login(RetryRefused(app), login))
 
 
 def main() -> None:
-    """Serve on the inherited socket until ended."""
+    """Serve on the inherited socket until the process is ended."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
     host, port = listener.getsockname()

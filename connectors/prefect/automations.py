@@ -1,4 +1,4 @@
-"""Automations on the Prefect server, kept as a file says. Knows nothing of what they are for."""
+"""Keeps automations on the Prefect server in line with a YAML file. Knows nothing of their purpose."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from prefect.events.schemas.automations import AutomationCore
 
 
 async def keep_automations(file: Path) -> list[str]:
-    """Create the automations of a YAML file, or bring those of the same names up to date; returns their names.
+    """Create the automations of a YAML file, or update existing ones with the same names; returns their names.
 
-    One that was disabled on the server stays so.
+    An automation that was disabled on the server stays disabled.
     """
     wanted = [AutomationCore.model_validate(item) for item in yaml.safe_load(file.read_text())["automations"]]
     async with get_client() as client:

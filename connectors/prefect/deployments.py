@@ -15,7 +15,7 @@ from millrace.core.errors import MillraceError
 
 
 class Described(TypedDict):
-    """A deployment, as a prefect.yaml describes one."""
+    """A deployment, as described in prefect.yaml."""
 
     name: str
     entrypoint: str  # import path of its flow
@@ -35,9 +35,9 @@ class Pool(TypedDict):
 async def create_deployments(
     described: Sequence[Described], flows: Mapping[str, Flow[..., Any]], pool: Pool, folder: str
 ) -> None:
-    """Create deployments, or bring those of the same names up to date; they keep the schedules that they have.
+    """Create deployments, or update existing ones with the same names, which keep their schedules.
 
-    flows: by entrypoint. folder: what flow runs have as their working directory. The pool is made unless it exists.
+    flows: by entrypoint. folder: the working directory of flow runs. Creates the pool if it does not exist.
     """
     directory = {"prefect.deployments.steps.set_working_directory": {"directory": folder}}
     async with get_client() as client:
@@ -77,7 +77,7 @@ async def _make_pool(client: PrefectClient, pool: Pool) -> None:
 
 
 async def _schedules(client: PrefectClient, name: str) -> list[DeploymentScheduleCreate]:
-    """The schedules that a deployment has: to create it again would delete them."""
+    """The schedules of a deployment, passed on because creating it again would delete them."""
     try:
         found = (await client.read_deployment_by_name(name)).schedules
     except ObjectNotFound:

@@ -1,4 +1,4 @@
-"""The state of a flow run, set from outside its process. Knows nothing of why."""
+"""Sets the state of flow runs from outside their processes. Knows nothing of the reasons."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-NEWEST = 50  # flow runs of a run that are asked about
-RECORDED_S = 2.0  # an idle server has recorded the last events of a killed process by then
-LOOK_S = 3.0  # until the next look at the server's state
+NEWEST = 50  # flow runs of a run to ask about
+RECORDED_S = 2.0  # within this time an idle server records the last events of a killed process
+LOOK_S = 3.0  # seconds between requests for the state
 AT_WORK_TYPES = [StateType.RUNNING, StateType.CANCELLING]
 BY_SIGNAL_TYPES = [
     StateType.CRASHED,
     StateType.CANCELLED,
-]  # what Prefect makes of a signal, and what the driver does
-# of another server, or it does not answer; RuntimeError: no server answers
+]  # set by Prefect after a signal, and by the driver
+# the flow run belongs to another server, or the server answers with an error; RuntimeError: no server answers
 UNANSWERED = (ObjectNotFound, PrefectHTTPStatusError, httpx.HTTPError, RuntimeError)
 
 
@@ -62,15 +62,15 @@ AT_WORK = _of(AT_WORK_TYPES)
 
 
 def of_deployment() -> bool:
-    """Whether the flow run that is at work here was started from a deployment."""
+    """Whether the current flow run was started from a deployment."""
     context = FlowRunContext.get()
     return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
 
 
 async def until_suspended() -> Pause:
-    """Wait until the deployment's flow run that is at work here is paused from outside; what Prefect wants raised then.
+    """Wait until the current flow run of a deployment is paused from outside; returns the exception that Prefect expects then.
 
-    Prefect itself looks only where a task or a flow run begins or ends: a long rollout would go on to its end.
+    Prefect checks only when a task or a flow run starts or ends, so a long rollout would run to its end first.
     """
     context = FlowRunContext.get()
     assert context is not None
@@ -78,21 +78,21 @@ async def until_suspended() -> Pause:
     async with get_client() as client:
         while True:
             await asyncio.sleep(LOOK_S)
-            # where this look is not answered, the next one may be
+            # if the server does not answer now, the next request may succeed
             with contextlib.suppress(PrefectHTTPStatusError, httpx.HTTPError):
                 state = (await client.read_flow_run(context.flow_run.id)).state
                 if state is not None and state.is_paused():
                     return Pause(state=state)
 
 
-MOST_SUBFLOWS = 1_000_000  # of one start
+MOST_SUBFLOWS = 1_000_000  # more than one start ever has
 
 
 def count_apart(subflow: Callable[..., object], start: int) -> None:
-    """Have this start's runs of a subflow be new ones. start: its number among the starts of the flow run.
+    """Number this start's subflow runs so that Prefect takes them for new ones. start: counts the starts of the flow run.
 
-    Prefect finds subflow runs again by their order. After a pause the first one would be taken for the first before it, and
-    its time would begin there.
+    Prefect identifies subflow runs by their order. After a pause it would take the first one for the first before the pause,
+    and count its time from then.
     """
     context = FlowRunContext.get()
     assert context is not None
@@ -100,17 +100,18 @@ def count_apart(subflow: Callable[..., object], start: int) -> None:
 
 
 def cancel_interrupted(flow_run_id: str, since: datetime, message: str) -> None:
-    """Mark what a flow run had at work since then, and was interrupted, as cancelled; the flow run itself keeps its state."""
+    """Mark interrupted subflows and task runs of a flow run, started since then, as cancelled. The flow run keeps its state."""
     with contextlib.suppress(*UNANSWERED), get_client(sync_client=True) as client:
         types = [*AT_WORK_TYPES, *BY_SIGNAL_TYPES]
         _settle_subflows(client, UUID(flow_run_id), lambda: Cancelled(message=message), types, since)
 
 
 def settle_dead(flow_run_ids: Sequence[str], message: str) -> list[str]:
-    """Give flow runs, of many the last NEWEST, whose processes are dead a final state, where Prefect still shows them at work; returns their ids.
+    """Set a final state for flow runs whose processes are dead, if Prefect still shows them as running; returns their ids.
 
-    Those of deployments are cancelled: one that crashed is resumed by the automation. Others crashed. A flow run that is paused or
-    scheduled stays. Without an answer of the server, or on another server, nothing is done: states are for people.
+    Looks at the last NEWEST of them. Flow runs of deployments become cancelled, since the automation would resume a crashed one;
+    others become crashed. Paused and scheduled ones stay. If the server does not answer or does not know them, does nothing:
+    states are for people only.
     """
     try:
         with get_client(sync_client=True) as client:
@@ -128,7 +129,7 @@ def settle_dead(flow_run_ids: Sequence[str], message: str) -> list[str]:
 
 
 def settle_killed(flow_run_ids: Sequence[str], message: str) -> list[str]:
-    """`settle_dead`, and `settle_late_tasks` a moment later if it found any: for a command that ends then."""
+    """`settle_dead` and, if it found any, `settle_late_tasks` a moment later. For a command that ends afterwards."""
     found = settle_dead(flow_run_ids, message)
     if found:
         time.sleep(RECORDED_S)
@@ -137,10 +138,10 @@ def settle_killed(flow_run_ids: Sequence[str], message: str) -> list[str]:
 
 
 def settle_late_tasks(flow_run_ids: Sequence[str], message: str) -> None:
-    """Give task runs below flow runs whose processes are dead a final state, where Prefect shows them at work.
+    """Set a final state for task runs of dead flow runs, if Prefect still shows them as running.
 
-    The server records task runs from events, later than it answers: some appear after `settle_dead` has looked. Without an
-    answer of the server nothing is done.
+    The server records task runs from events, with a delay, so some appear only after `settle_dead`. If the server does not
+    answer, does nothing.
     """
     try:
         with get_client(sync_client=True) as client:
@@ -161,9 +162,9 @@ def settle_late_tasks(flow_run_ids: Sequence[str], message: str) -> None:
 
 
 def cancel_ended(flow_run_id: str, message: str) -> bool:
-    """Mark a flow run whose process was ended on purpose as cancelled, and what it had at work.
+    """Mark a flow run whose process was ended on purpose as cancelled, with its running subflows and task runs.
 
-    False for one that ended otherwise before, and where no server answers that knows it.
+    False if it had already ended in another way, or if the server does not answer or does not know it.
     """
     try:
         with get_client(sync_client=True) as client:
@@ -184,7 +185,7 @@ def cancel_ended(flow_run_id: str, message: str) -> bool:
 def _settle(
     client: SyncPrefectClient, flow_run_id: UUID, state: Callable[[], State[None]], types: list[StateType]
 ) -> None:
-    """Set the state of a flow run, and of its subflows and their task runs that are in a state of these types."""
+    """Set the state of a flow run, and of its subflows and their task runs if their state has one of these types."""
     _settle_subflows(client, flow_run_id, state, types)
     client.set_flow_run_state(flow_run_id, state(), force=True)
 
@@ -196,7 +197,7 @@ def _settle_subflows(
     types: list[StateType],
     since: datetime | None = None,
 ) -> None:
-    """The same of its subflows alone, of those that began since then, and of those that were about to begin."""
+    """The same for its subflows only. `since`: only subflows that have started since then, or were about to start."""
     parent = FlowRunFilterParentFlowRunId(any_=[flow_run_id])
     begun = FlowRunFilterStartTime(after_=since) if since else None
     children = [

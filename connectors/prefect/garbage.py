@@ -1,8 +1,8 @@
-"""When the local server's process collects Python's garbage: while no connection to its database is at work.
+"""Collects Python's garbage in the local server's process only while no database connection is in use.
 
-A statement that a cancelled or failed request left among the garbage is reset by whoever collects it. That waits for the
-statement's connection with Python's lock held. Where this connection waits for another one that writes, for up to a minute, that
-one cannot commit, since its thread needs Python's lock: the whole server stood still, and with it every run.
+Cancelled and failed requests leave SQLite statements among the garbage, and collecting a statement resets it. The reset waits for
+the statement's connection while it holds Python's GIL. If that connection waits for a writing connection, for up to a minute, the
+writer cannot commit, since its thread needs the GIL: the whole server stood still, and every run with it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from prefect.server.database.configurations import ENGINES
 from millrace.core.garbage import collect_garbage, give_back_memory
 
 EVERY_S = 5.0
-GIVE_BACK_EVERY = 12  # looks: then all is collected, and the host gets what is free
-MANY = 2000  # new objects, from which on a look collects
-LOOK_S = 0.02  # until the next look for a moment at which no connection is at work
-LONGEST_S = 120.0  # garbage is collected then all the same
+GIVE_BACK_EVERY = 12  # rounds between full collections, which also return free memory to the host
+MANY = 2000  # new objects; with fewer a round does not collect
+LOOK_S = 0.02  # seconds between checks for a moment without connections in use
+LONGEST_S = 120.0  # after this wait garbage is collected even if connections are in use
 
 
 async def collect_between_requests(started: Callable[[], bool]) -> None:
-    """Take over from Python's own collector, until cancelled. started: whether the server has loaded what it needs."""
+    """Replace Python's automatic collection until cancelled. started: returns whether the server has loaded its modules."""
     gc.disable()
     try:
-        while not started():  # noqa: ASYNC110 - the server tells nobody
+        while not started():  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(LOOK_S)
         await _between_requests()
-        # 200,000 objects that live as long as the process took 0.2 s of each later collection: 4 % of an idle core
+        # freezes the 200,000 objects that live as long as the process: they cost each later collection 0.2 s, 4 % of an idle core
         collect_garbage()
         for look in itertools.count(1):
             await asyncio.sleep(EVERY_S)
             await _between_requests()
             if look % GIVE_BACK_EVERY == 0:
                 give_back_memory()
-            elif gc.get_count()[0] >= MANY:  # an idle server makes some 200 until the next look
+            elif gc.get_count()[0] >= MANY:  # an idle server creates some 200 per round
                 gc.collect()
     finally:
         gc.enable()
@@ -46,9 +46,9 @@ async def collect_between_requests(started: Callable[[], bool]) -> None:
 
 
 async def _between_requests() -> None:
-    """Wait until no connection is in use, `LONGEST_S` at most."""
+    """Wait until no connection is in use, at most `LONGEST_S`."""
     since = time.monotonic()
-    while _is_busy() and time.monotonic() - since < LONGEST_S:  # noqa: ASYNC110 - pools tell nobody
+    while _is_busy() and time.monotonic() - since < LONGEST_S:  # noqa: ASYNC110 - pools have no event for it
         await asyncio.sleep(LOOK_S)
 
 

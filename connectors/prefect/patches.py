@@ -12,10 +12,10 @@ LOOK = timedelta(seconds=3)
 
 
 def look_for_work_less_often() -> None:
-    """Prefect 3.8: the worker of its background services looks for work every 3 s, not four times a second.
+    """Prefect 3.8: the worker of its background services polls for work every 3 s, not four times a second.
 
-    The worker takes both intervals as arguments. Prefect passes none and has no setting for them. Nothing that the worker
-    does is waited for. Called by the local server's process alone.
+    The worker takes both intervals as arguments, but Prefect passes none and has no setting for them. Nothing waits for the
+    worker's work. Only the local server's process calls this.
     """
     from docket import Worker
     from prefect.server.api import background_workers
@@ -26,9 +26,9 @@ def look_for_work_less_often() -> None:
 
 
 def send_within(under_way: Callable[[], AbstractContextManager[None]]) -> None:
-    """Prefect 3.8: each request of this process to a Prefect server, with its retries, is made within a context of this kind.
+    """Prefect 3.8: wrap each request of this process to a Prefect server, retries included, in such a context.
 
-    Prefect has no hook that sees an answer which does not come.
+    Prefect has no hook that would notice a missing answer.
     """
     from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 

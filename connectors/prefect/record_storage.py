@@ -1,8 +1,8 @@
-"""Where Prefect keeps the results of tasks: files under the storage root, at paths that the caller names.
+"""The place where Prefect stores the results of tasks: files below the storage root, at paths that the caller names.
 
-They are written through the Store, whole or not at all, each with a hash of itself, and retried as every other file is. Knows nothing of what a
-result means or of which tasks there are. Servers know the block type by its slug and by a hash of its fields and docstring:
-both stay as they are.
+They are written through the Store, whole or not at all, each with its own hash, and with the same retries as other files. Knows
+nothing of what a result means or which tasks exist. Do not change the block's slug, fields or docstring: servers identify the
+block type by its slug and a hash of the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from millrace.core.errors import CorruptFileError
 
 log = logging.getLogger(__name__)
 
-# A record names how it is read, and Prefect would import that: pickle, or any class. All of ours are plain JSON.
+# A record names its serializer, and Prefect would import any such name, even pickle. All of our records are plain JSON.
 PLAIN = JSONSerializer(object_encoder=None, object_decoder=None)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,15 +42,15 @@ class RecordStorage(WritableFileSystem):
     _block_type_slug = "millrace-storage-root"
 
     root: str = Field(description="Path or fsspec URL that holds the runs.")
-    _fence: Fence | None = PrivateAttr(None)  # no server knows of these
+    _fence: Fence | None = PrivateAttr(None)  # private attributes are not sent to the server
     _run_id: str | None = PrivateAttr(None)
 
     def drive_under(self, fence: Fence | None, run_id: str | None) -> None:
-        """Records are written only while the fence lets this process change files, and name the run."""
+        """From now on write records only while the fence holds, and with the run's id."""
         self._fence, self._run_id = fence, run_id
 
     async def read_path(self, path: str) -> bytes:
-        """A record's bytes, with the result as plain JSON. Raises CorruptFileError if they are not those that were written."""
+        """A record's bytes, with the result as plain JSON. Raises CorruptFileError if the record changed since it was written."""
         store = Store(self.root)
         store.walls = f"{store.root}/{path.split('/', 1)[0]}"
         content = await asyncio.to_thread(store.read_sealed, path)
@@ -62,9 +62,9 @@ class RecordStorage(WritableFileSystem):
         return json.dumps({"metadata": {"serializer": PLAIN.model_dump()}, "result": result}).encode()
 
     async def write_path(self, path: str, content: bytes) -> None:
-        """Write a record, whole or not at all; what is none is not kept. Its place is that in the run, whatever the run's name."""
+        """Write a record, whole or not at all; anything else is dropped. Its seal names the path inside the run, without the run's name."""
         if "/" not in path:
-            return  # what a failed task raised, under a name of Prefect's: the server has its message, and nothing reads it
+            return  # the exception of a failed task: nothing reads it, and the server has its message
         name, place = path.split("/", 1)
         run = Store(self.root).child(name)
         run.fence, run.walls = self._fence, run.root
@@ -73,7 +73,7 @@ class RecordStorage(WritableFileSystem):
 
 @dataclass
 class KeptAt(CachePolicy):
-    """Keeps a task's result at one path under the storage root, whatever its inputs."""
+    """Cache policy that stores a task's result at one path below the storage root, for any inputs."""
 
     path: str = ""
 
@@ -84,14 +84,14 @@ class KeptAt(CachePolicy):
         flow_parameters: dict[str, Any],
         **kwargs: Any,
     ) -> str | None:
-        """The path: Prefect looks there before it runs the task, and writes there after it."""
+        """The path. Prefect looks there before it runs the task, and writes there afterwards."""
         return self.path
 
 
 def kept_at(path: str, task: Task[P, R], storage: RecordStorage) -> Task[P, R]:
-    """The task with its result kept as JSON at a path under the storage root. It does not run if the file is there.
+    """The task with its result stored as JSON at a path below the storage root. It does not run if the file exists.
 
-    Kept there alone: Prefect would also hold the newest thousand results in memory, which nothing reads.
+    Turns off Prefect's cache of the newest thousand results in memory, which nothing reads.
     """
     return task.with_options(
         persist_result=True,
@@ -110,9 +110,9 @@ def kept_at(path: str, task: Task[P, R], storage: RecordStorage) -> Task[P, R]:
     reraise=True,
 )
 async def save_record_storage(root: str) -> RecordStorage:
-    """The block for a storage root, saved on the server.
+    """Save the block for a storage root on the server, and return it.
 
-    A server that starts for the first time is still registering its own block types, and may refuse: retried.
+    Retries, since a server that starts for the first time may refuse while it registers its block types.
     """
     block = RecordStorage(root=Store(root).url)
     await block.save(f"millrace-{hashlib.sha256(block.root.encode()).hexdigest()[:12]}", overwrite=True)

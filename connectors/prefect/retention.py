@@ -1,8 +1,8 @@
-"""The bounds of the local server's database and of what SQLite holds of it in memory.
+"""Bounds the local server's database, and SQLite's cache of it in memory.
 
-Of each run only the newest finished iterations stay, and of all events only the newest. The run folder keeps every
-iteration; the server's copy is for its web page. Finished runs go as a whole by Prefect's own vacuum (prefect.toml).
-What is deleted is used again by SQLite: the file stays as large as it was at most.
+Only each run's newest finished iterations stay, and only the newest events. The run folder keeps every iteration; the server's
+copy is for its web page. Prefect's vacuum (prefect.toml) deletes finished runs as a whole. SQLite reuses deleted space, so the
+file never shrinks below its largest size.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from prefect.server.schemas.states import TERMINAL_STATES
 log = logging.getLogger(__name__)
 
 EVERY_S = 30.0
-SOON_S = 5.0  # after something was deleted: a server for short iterations gets few at a time, and its files stay small
-BATCH = 10  # iterations deleted in one transaction, which other writers wait for
-EVENTS = 2000  # of all runs; each takes 7 KiB, and a short iteration has 34: two thirds of its share of the database
-EVENTS_BATCH = 500  # deleted in one transaction
+SOON_S = 5.0  # pause after a deletion; short, so that few iterations pile up and the files stay small
+BATCH = 10  # iterations per transaction, since other writers wait for it
+EVENTS = 2000  # over all runs; each takes 7 KiB, and a short iteration's 34 are two thirds of its share of the database
+EVENTS_BATCH = 500  # events per transaction
 PAGE_CACHES = 32 * 2**20  # bytes
 
 
 def bound_page_caches() -> None:
-    """Let all of this process's connections to SQLite hold so much of their databases in memory.
+    """Limit the page caches of all of this process's SQLite connections together.
 
     Prefect gives each of up to 15 connections 80 MB, so that memory grew with the database.
     """
@@ -40,7 +40,7 @@ def bound_page_caches() -> None:
 
 
 async def keep_newest(kept: int) -> None:
-    """Delete older iterations and events now and then; runs until cancelled. kept: iterations of a run; 0: all, with all events."""
+    """Delete older iterations and events from time to time, until cancelled. kept: iterations per run; 0 keeps all, and all events."""
     wait_s = EVERY_S
     while kept:
         await asyncio.sleep(wait_s)
@@ -48,12 +48,12 @@ async def keep_newest(kept: int) -> None:
         try:
             if await delete_older(kept) + await delete_older_events(EVENTS):
                 wait_s = SOON_S
-        except sa.exc.SQLAlchemyError as error:  # such as a database that is locked: the next time is soon
+        except sa.exc.SQLAlchemyError as error:  # such as a locked database: the next attempt follows soon
             log.warning("older iterations stay in Prefect's database for now: %s", error)
 
 
 async def delete_older(kept: int) -> int:
-    """Delete all but the newest `kept` finished iterations of each run, and what hangs on them; returns how many."""
+    """Delete all but the newest `kept` finished iterations of each run, with their rows in other tables; returns the number."""
     db = provide_database_interface()
     older = await _older(db, kept)
     for first in range(0, len(older), BATCH):
@@ -64,7 +64,7 @@ async def delete_older(kept: int) -> int:
 
 
 async def delete_older_events(kept: int) -> int:
-    """Delete all but the newest `kept` events, of whatever they are about; returns how many."""
+    """Delete all but the newest `kept` events of any kind; returns the number."""
     db = provide_database_interface()
     oldest_first = sa.select(db.Event.id).order_by(db.Event.occurred, db.Event.id)
     async with db.session_context() as session:
@@ -80,7 +80,7 @@ async def delete_older_events(kept: int) -> int:
 
 
 async def _older(db: PrefectDBInterface, kept: int) -> list[Any]:
-    """The finished iterations that go, of every run: flow runs whose parent is one."""
+    """The finished iterations to delete, of every run. An iteration is a flow run with a parent flow run."""
     query = (
         sa.select(
             db.FlowRun.id,
@@ -99,8 +99,8 @@ async def _older(db: PrefectDBInterface, kept: int) -> list[Any]:
 
 
 async def _delete(db: PrefectDBInterface, iterations: Sequence[UUID], stand_ins: Sequence[UUID]) -> None:
-    """Delete iterations with their task runs, states, logs and artifacts. stand_ins: their task runs in the run."""
-    shown = sa.select(db.ArtifactCollection.latest_id)  # the web page's newest of each kind
+    """Delete iterations with their task runs, states, logs and artifacts. stand_ins: their task runs in the run's flow run."""
+    shown = sa.select(db.ArtifactCollection.latest_id)  # those on the web page
     async with db.session_context(begin_transaction=True, with_for_update=True) as session:
         await session.execute(sa.delete(db.Log).where(db.Log.flow_run_id.in_(iterations)))
         await session.execute(

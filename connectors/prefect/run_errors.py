@@ -1,7 +1,7 @@
-"""How errors of flow and task runs are logged: each once, and without a traceback if it is one for people to read.
+"""Logs each error of flow and task runs once, and without a traceback if the error is written for people.
 
-Prefect logs an error with its traceback where a task run fails, again where the flow run of the iteration does, and again where
-that of the training does; and then each of their states. Its server keeps the states: the log tells the rest.
+Prefect logs an error with its traceback for the task run that fails, again for the iteration's flow run, and again for the
+training's flow run; then it logs each of their states. The server keeps the states, so the log omits them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from millrace.connectors.storage.local import home, is_full
 from millrace.core.errors import MillraceError, first_error
 
 TASK_RUNS, FLOW_RUNS = "prefect.task_runs", "prefect.flow_runs"
-ENGINE = "prefect.engine"  # of a flow run that a worker started
+ENGINE = "prefect.engine"  # the logger of a flow run that a worker started
 STATES = ("Finished in state ", "Crash detected! Execution was cancelled")
-LOGGED_BY = "_millrace_logged_by"  # attribute of an error: the flow runs whose log has it
-AGAIN = "_millrace_again"  # attribute of a record: whether another run's log has its error
+LOGGED_BY = "_millrace_logged_by"  # attribute of an error: the flow runs that have logged it
+AGAIN = "_millrace_again"  # attribute of a record: whether another run has logged its error
 
 
 class _ErrorsOnce(logging.Filter):
-    """Passes an error of a flow run once for each flow run. Those of millrace wait for the flow run, and lose their traceback."""
+    """Passes each error once per flow run. Errors of millrace are logged by the flow run only, without their traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR and record.getMessage().startswith(STATES):
@@ -30,11 +30,11 @@ class _ErrorsOnce(logging.Filter):
         if error is None:
             return True
         if isinstance(error, MillraceError):
-            if record.name == TASK_RUNS:  # its remedy may not be whole yet
+            if record.name == TASK_RUNS:  # the flow run may still complete the error's remedy
                 return False
             record.msg, record.args = "%s: %s", (type(error).__name__, error)
             record.exc_info = record.exc_text = None
-        elif is_full(home()):  # the command says so; of what libraries raise then the first line is enough
+        elif is_full(home()):  # the command reports that, so the first line of the error is enough
             record.msg, record.args = "%s: %s", (type(error).__name__, str(error).partition("\n")[0])
             record.exc_info = record.exc_text = None
         logged_by: list[object] = vars(error).setdefault(LOGGED_BY, [])
@@ -45,12 +45,12 @@ class _ErrorsOnce(logging.Filter):
 
 
 class _ErrorsLeftToCommand(logging.Filter):
-    """Keeps errors of runs from a terminal on which the command tells them at its end; else passes each once."""
+    """For the terminal: passes each error once, or none if the command prints the errors at its end."""
 
     by_command = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        again = getattr(record, AGAIN, None)  # None: it is about no error of a run
+        again = getattr(record, AGAIN, None)  # None: not an error of a run
         return again is None or not (again or self.by_command)
 
 
@@ -58,9 +58,9 @@ _once, _on_terminal = _ErrorsOnce(), _ErrorsLeftToCommand()
 
 
 def log_errors_once(*, by_command: bool = False) -> None:
-    """From now on each error is logged once: on the terminal by the first run that fails, on the server by each.
+    """From now on log each error once: on the terminal for the first run that fails, on the server for each run.
 
-    by_command: a command of this process tells them on the terminal when it ends.
+    by_command: a command of this process prints the errors on the terminal when it ends.
     """
     _on_terminal.by_command |= by_command
     for name in (TASK_RUNS, FLOW_RUNS, ENGINE):
@@ -71,6 +71,6 @@ def log_errors_once(*, by_command: bool = False) -> None:
 
 
 def _error_of(record: logging.LogRecord) -> BaseException | None:
-    """The error that a record is about, of a group the first."""
+    """The error that a record is about; the first one of an exception group."""
     error = record.exc_info[1] if record.exc_info else None
     return first_error(error) if error else None

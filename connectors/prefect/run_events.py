@@ -1,4 +1,4 @@
-"""Events that a flow run sends about itself, for automations of the server. Knows nothing of when they are due."""
+"""Events that a flow run sends about itself, for the server's automations. Knows nothing of when to send them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RunEvent = Literal["left", "may-go-on"]
 
 
 def emit_run_event(event: RunEvent) -> None:
-    """Send `millrace.flow-run.EVENT` about the flow run that is at work here, with its flow and tags as related."""
+    """Send `millrace.flow-run.EVENT` about the current flow run, with its flow and tags as related resources."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return

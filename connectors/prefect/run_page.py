@@ -1,6 +1,6 @@
-"""The page of a training run's flow run: its log, its tags, and artifacts that are kept up to date while iterations come.
+"""The page of a training run's flow run: its log, its tags, and artifacts that are updated with each iteration.
 
-Owns the calls to Prefect; decides nothing of what is shown. Artifacts that are written once belong to whoever makes them.
+Owns the calls to Prefect; callers decide what is shown. Artifacts that are written once are not its concern.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["RunPage", "log_to_page", "tags", "untagged"]
 
 
 def log_to_page() -> None:
-    """From now on millrace's log lines reach the page of the flow run that they belong to, however it was started.
+    """From now on send millrace's log lines to the page of their flow run, for every way to start it.
 
-    Prefect does so itself where PREFECT_LOGGING_EXTRA_LOGGERS names them before it is imported.
+    Prefect does this itself only if PREFECT_LOGGING_EXTRA_LOGGERS names the loggers before Prefect is imported.
     """
     for name in LOGGERS:
         logger = logging.getLogger(name)
@@ -37,12 +37,12 @@ def log_to_page() -> None:
 
 
 def untagged() -> TagsContext:
-    """Within, what is created gets no tags: for a task run each of them is a call to the server."""
+    """A context without tags: each tag of a task run costs a call to the server."""
     return TagsContext(current_tags=set())
 
 
 class RunPage:
-    """The page of one flow run, from wherever its process is at work."""
+    """The page of one flow run. Can be used from any context of its process."""
 
     def __init__(self, flow_run_id: str) -> None:
         self.flow_run_id = flow_run_id
@@ -50,20 +50,20 @@ class RunPage:
         self._artifacts: dict[str, UUID] = {}
 
     def line(self, text: str) -> None:
-        """Add a line to the page's log, and to no other one."""
+        """Add a line to the page's log only."""
         record = {"name": LOGGERS[0], "levelno": logging.INFO, "levelname": "INFO", "msg": text}
         self._handler.handle(logging.makeLogRecord({**record, "flow_run_id": self.flow_run_id}))
 
     async def tag(self, of_run: set[str]) -> None:
-        """Give the flow run the tags of its run, besides those of other kinds that it has."""
+        """Set the tags of the flow run's run. Its tags of other kinds stay."""
         async with get_client() as client:
             had = (await client.read_flow_run(UUID(self.flow_run_id))).tags
             await client.update_flow_run(UUID(self.flow_run_id), tags=with_run_tags(had, of_run))
 
     async def show(self, key: str, kind: Kind, data: str | float, description: str) -> None:
-        """Show an artifact, in place of what this process last showed under its key.
+        """Show an artifact. It replaces this process's last artifact with the same key.
 
-        data: Markdown, the address of a picture, or percents of progress.
+        data: Markdown, a picture's address, or progress in percent.
         """
         async with get_client() as client:
             if key in self._artifacts:

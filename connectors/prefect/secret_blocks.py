@@ -1,4 +1,4 @@
-"""Secret blocks of the Prefect server, read once by whoever starts a run. Knows nothing of what refers to them."""
+"""Reads Secret blocks of the Prefect server, once at the start of a run. Knows nothing of their use."""
 
 from __future__ import annotations
 

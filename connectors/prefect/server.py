@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 USUAL_PORT = 4200
 AUTH = "PREFECT_API_AUTH_STRING"
-LINKS = "PREFECT_UI_URL"  # what Prefect's links to its pages begin with
+LINKS = "PREFECT_UI_URL"  # the start of Prefect's links to its pages
 LOGGERS = ("millrace",)
 CLIENT_SETTINGS = {
-    # millrace's log lines are shown and kept with the flow run; of Prefect's, warnings only
+    # millrace's log lines are shown and stored with the flow run; Prefect's only from warnings up
     "PREFECT_LOGGING_LEVEL": "WARNING",
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(LOGGERS),
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
@@ -35,19 +35,19 @@ CLIENT_SETTINGS = {
 }
 
 KEPT = "MILLRACE_PREFECT_ITERATIONS"
-USUALLY_KEPT = 200  # iterations of a run, each some 200 KiB
+USUALLY_KEPT = 200  # iterations per run, each some 200 KiB
 
 
 def login_file() -> Path:
-    """The file with what the local server asks for: Prefect's PREFECT_API_AUTH_STRING, `user:password`."""
+    """The file with the local server's login: Prefect's PREFECT_API_AUTH_STRING, `user:password`."""
     return secret_file("prefect-auth", "millrace:")
 
 
 def ensure_server(timeout_s: float = 120) -> str:
-    """The API URL of the configured Prefect server, or of the local one, which is started if it does not run.
+    """The API URL of the configured Prefect server; otherwise of the local one, which is started if it does not run.
 
-    Call it before prefect is imported: it sets PREFECT_API_URL, and what the local server asks for, for this process and
-    its children.
+    Call it before prefect is imported: it sets PREFECT_API_URL and the local server's login for this process and its
+    children.
     Raises MillraceError with the end of the server's log if the server does not come up.
     """
     for name, value in CLIENT_SETTINGS.items():
@@ -67,7 +67,8 @@ def ensure_server(timeout_s: float = 120) -> str:
     with _server.locked():
         url = _server.running(timeout_s)
         if url is None:
-            _server.end()  # one that does not answer, or whose record is lost, must not write to the same database
+            # a server that does not answer, or whose record is lost, must not write to the same database
+            _server.end()
             with starting(log, "the Prefect server"):
                 url = _server.start(timeout_s, USUAL_PORT, 0)
     os.environ |= {"PREFECT_API_URL": url, AUTH: login_file().read_text(), LINKS: _linked_page(url)}
@@ -75,23 +76,23 @@ def ensure_server(timeout_s: float = 120) -> str:
 
 
 def server_runs() -> bool:
-    """Whether there is a Prefect server to talk to: one that the user configured, or the local one at work."""
+    """Whether the user configured a Prefect server, or the local one runs."""
     return bool(os.environ.get("PREFECT_API_URL") or _profile_url()) or _server.alive()
 
 
 def kept_iterations() -> int:
-    """How many finished iterations of a run stay in the local server's database; 0 stands for all.
+    """The number of finished iterations per run that stay in the local server's database; 0 keeps all.
 
-    Raises ConfigError if MILLRACE_PREFECT_ITERATIONS is no such number.
+    Raises ConfigError if MILLRACE_PREFECT_ITERATIONS is not such a number.
     """
     return whole_number(KEPT, USUALLY_KEPT)
 
 
 async def keep_server(timeout_s: float = 120) -> None:
-    """Restart the local server on its port whenever it dies; runs until cancelled.
+    """Restart the local server on its port whenever it dies, until cancelled.
 
-    Prefect's client retries its calls for more than half a minute, and meanwhile so does this. A server that the user
-    configured is left alone.
+    A restart that fails is tried again; Prefect's client meanwhile retries its calls for more than half a minute. A server that
+    the user configured is left alone.
     """
     while _in_use():
         try:
@@ -102,7 +103,7 @@ async def keep_server(timeout_s: float = 120) -> None:
 
 
 def restart_dead_server(timeout_s: float = 120) -> bool:
-    """Start the local server that this process uses again, on its port, if it died; whether it had died.
+    """Restart the local server that this process uses, on the same port, if it died; returns whether it had died.
 
     Raises MillraceError with the end of the server's log if the server does not come up.
     """
@@ -110,33 +111,33 @@ def restart_dead_server(timeout_s: float = 120) -> bool:
         return False
     log.warning("the local Prefect server died: restarting it")
     with _server.locked():
-        if not _server.alive():  # no other process has restarted it meanwhile
+        if not _server.alive():  # otherwise another process has restarted it
             _server.start(timeout_s, int(os.environ["PREFECT_API_URL"].rsplit(":", 1)[1].split("/")[0]))
     return True
 
 
 def ui_url(api_url: str) -> str:
-    """The address of the web page of the server at an API URL."""
+    """The address of the web page that belongs to an API URL."""
     return api_url.removesuffix("/api")
 
 
 def _linked_page(api_url: str) -> str:
-    """Where links to pages of the local server lead: its newer page asks for the login first, its older one answers 404."""
+    """The start of links to the local server's pages. The newer page asks for the login first; the older one would answer 404."""
     return f"{ui_url(api_url)}/v2"
 
 
 def local_login() -> Path | None:
-    """`login_file` if this process uses the local server, None if it uses one that the user configured."""
+    """`login_file` if this process uses the local server, None if the user configured another."""
     return login_file() if _in_use() else None
 
 
 def login_hint() -> str:
-    """How to log in on the page of the local server; nothing for a server that the user configured."""
+    """How to log in on the local server's page; "" for a server that the user configured."""
     return f" (its page asks for the text in {login_file()})" if local_login() else ""
 
 
 def export_line(api_url: str) -> str:
-    """A shell line after which Prefect's own commands reach the server, with the local one's login but not its text."""
+    """A shell line that lets Prefect's commands reach the server. It reads the local server's login from its file."""
     login = local_login()
     secret = f' {LINKS}={_linked_page(api_url)} {AUTH}="$(cat {shlex.quote(str(login))})"' if login else ""
     return f"export PREFECT_API_URL={api_url}{secret}"
@@ -148,7 +149,7 @@ def stop_server() -> bool:
 
 
 def _check_is_api(url: str) -> None:
-    """Raise ConfigError if it is the address of a server's page, which answers requests to its API with Not Found."""
+    """Raise ConfigError if the URL is a server's page: it would answer API requests with Not Found."""
     if not urlsplit(url).path.strip("/"):
         raise ConfigError(
             "is the address of a page, not of its API",
@@ -158,7 +159,7 @@ def _check_is_api(url: str) -> None:
 
 
 def _check_answers(url: str) -> None:
-    """Raise ConfigError if nothing listens at an address on this host: that of a server which was stopped since."""
+    """Raise ConfigError if an address on this host has no listener, such as a server that was stopped."""
     parts = urlsplit(url)
     if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
         return
@@ -173,7 +174,7 @@ def _check_answers(url: str) -> None:
 
 
 def _profile_url() -> str | None:
-    """PREFECT_API_URL of the active Prefect profile, if the user has one. Read without importing prefect."""
+    """PREFECT_API_URL in the user's active Prefect profile, if any. Read without importing prefect."""
     import tomllib
 
     path = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
@@ -193,20 +194,21 @@ def _profile_url() -> str | None:
 
 
 def _in_use() -> bool:
-    """Whether this process uses the local server, and not one that its user configured."""
+    """Whether this process uses the local server, not a server that the user configured."""
     record = _server.record()
     return record is not None and record["url"] == os.environ.get("PREFECT_API_URL")
 
 
 def _environment(page: str) -> dict[str, str]:
-    """What the server's process gets besides this one's environment."""
-    kept_iterations()  # an error of it belongs to this process, not into the server's log
+    """Environment variables that are added for the server's process."""
+    # checked here, so that an error reaches the user and not only the server's log
+    kept_iterations()
     secret = login_file().read_text()
     return {
         "PREFECT_SERVER_API_AUTH_STRING": secret,
         AUTH: secret,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": page,
-        # else Prefect copies its page beside its own files, which only the first user who starts a server can write
+        # otherwise Prefect copies its page beside its own files, where only the first user to start a server can write
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home().absolute() / "prefect-page"),
     }
 
@@ -216,7 +218,7 @@ _server = LocalServer(
     file="prefect-server",
     module="millrace.connectors.prefect.app",
     path="/api",
-    folder=Path(__file__).parent,  # prefect.toml with the server's settings lies here
+    folder=Path(__file__).parent,  # it has prefect.toml with the server's settings
     environment=_environment,
     port_taken="start the command again: it takes another port",
 )

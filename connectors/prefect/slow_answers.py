@@ -1,6 +1,6 @@
-"""Says so when a Prefect server does not answer this process: its database may be locked, and every task waits until it is not.
+"""Logs when a Prefect server does not answer this process: its database may be locked, and every task waits.
 
-Owns which requests are under way. Knows nothing of what they ask for.
+Owns the list of pending requests. Knows nothing of what they ask for.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from millrace.core.contracts.progress import waiting
 
 log = logging.getLogger(__name__)
 
-LATE_S = 5.0  # under way for so long, a request is said to be waited for
+LATE_S = 5.0  # a request that is pending for longer is reported
 LOOK_S = 1.0
 WHAT = "the Prefect server, whose database may be locked by another process"
 
 
 @functools.cache
 def say_when_prefect_is_slow() -> None:
-    """From now on. Calling it again changes nothing."""
+    """Start to report slow answers. Further calls change nothing."""
     requests = Requests()
     patches.send_within(requests.one)
     threading.Thread(target=requests.watch, name="slow-answers", daemon=True).start()
 
 
 class Requests:
-    """Those under way, of any thread."""
+    """The pending requests of all threads."""
 
     def __init__(self) -> None:
         self._began: dict[object, float] = {}
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Within, one more is under way."""
+        """A context that counts one more pending request."""
         key = object()
         self._began[key] = time.monotonic()
         try:
@@ -47,7 +47,7 @@ class Requests:
             del self._began[key]
 
     def watch(self) -> None:
-        """Look for ever, and log that one is waited for."""
+        """Run for ever, and log requests that are pending for too long."""
         while True:
             time.sleep(LOOK_S)
             if self._late():

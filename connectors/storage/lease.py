@@ -287,7 +287,7 @@ def _is_renewed(store: Store, holder: _Claim | _FormerClaim) -> bool:
     """Watch the lease for `duration_s()`; True if the holder renews it."""
     log.warning(
         "%s: its last driver, %s, did not release the run and is on another host or in another container: waiting %.0f s for a "
-        "sign of life",
+        "sign of its life",
         store.url,
         holder,
         duration_s(),

@@ -82,9 +82,7 @@ def _first_lines(source: Located, files: DataFiles, count: int, size: int) -> tu
     path = f"{files.store.root}/{files.names[0]}"
     held = files.store.fs.size(path)
     data: bytes = files.store.fs.cat_file(path, start=0, end=min(held, size)) if held else b""
-    while (
-        len(data) < min(held, LARGEST_ROW + 1) and b"\n" not in data
-    ):  # a larger row is still read whole
+    while len(data) < min(held, LARGEST_ROW + 1) and b"\n" not in data:  # a larger row is still read whole
         data += files.store.fs.cat_file(path, start=len(data), end=min(held, 2 * len(data)))
     found = list(lines([data]))
     if len(data) < held and len(found) > 1:
