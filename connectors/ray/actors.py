@@ -1,8 +1,8 @@
-"""Named, detached actors around plain classes: made, found again, called, ended.
+"""Creates, finds, calls and ends named, detached actors around plain classes.
 
 Owns names (`<role>-<index>` within the run's namespace), resources and errors; knows nothing of what the classes do.
-Health questions have their own threads, so that a busy actor still answers them. Who calls an actor asks it meanwhile whether
-anything moves there; one in which nothing does is ended.
+Health checks have separate threads, so that a busy actor still answers them. During a call the caller asks the actor for its
+progress, and ends the actor if there is none.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from millrace.core.waits.heartbeat import beat, pulse
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
-START_TIMEOUT_S = 300.0  # a new process imports gigabytes, on a node that may be busy with others of its kind
-IN_TIME = 0.8  # of the time between two looks: how long an actor has to answer one
-NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to see that a node died
+START_TIMEOUT_S = 300.0  # a new process imports gigabytes, perhaps on a node that starts many at once
+IN_TIME = 0.8  # share of the time between two progress checks that an actor has to answer
+NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to notice that a node died
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 TOOL_PREFIXES = (
     "MILLRACE_STORAGE_",
@@ -45,10 +45,10 @@ TOOL_PREFIXES = (
 
 
 class HeldPart(Protocol):
-    """What an actor holds: an object that can say how it is while it works."""
+    """The object inside an actor, which can report its state while it works."""
 
     def state(self) -> Any:
-        """The object's own account of itself, as a mapping."""
+        """The object's state, as a mapping."""
         ...
 
 
@@ -72,9 +72,10 @@ class Host:
         made_by: str,
     ) -> None:
         self._node = ray.get_runtime_context().get_node_id()
-        if node and node != self._node:  # Ray moved it, and the GPUs it is to see are another node's
+        # Ray moved the actor, and its GPU numbers are for another node
+        if node and node != self._node:
             raise ActorLostError(f"node {node} died before the actor was made")
-        keep_private()  # also on a cluster that its user started
+        keep_private()  # the user's cluster may have another umask
         take_any_text()
         os.environ.update(environment)
         reach_own_directly()
@@ -93,7 +94,7 @@ class Host:
 
     @ray.method(concurrency_group="health")
     def state(self) -> dict[str, Any]:
-        """The held object's own account of itself."""
+        """The held object's state, with the actor's place and progress."""
         where = {"node": self._node, "address": os.environ["RAY_NODE_IP_ADDRESS"]}
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         return {
@@ -107,10 +108,10 @@ class Host:
 
 
 class Actor(Generic[T]):
-    """A handle on one actor, which holds an object of class T."""
+    """A handle for one actor, which holds an object of class T."""
 
     def __init__(self, name: str, handle: Any, limit: Limit = USUAL, *, starts: bool = False) -> None:
-        """limit: how long nothing may move in a call. starts: it was made now, and its process may still start."""
+        """limit: how long a call may make no progress. starts: the actor is new, and its process may still be starting."""
         self.name = name
         self.limit = limit
         self._starts = starts
@@ -120,21 +121,21 @@ class Actor(Generic[T]):
     async def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of T on the held object, as in `actor.call(TrainerRank.save, url)`, and wait.
 
-        Raises ActorLostError if the actor died, ActorStalledError if nothing moved in it and it was ended, else what the method raised.
+        Raises ActorLostError if the actor died, ActorStalledError if it made no progress and was ended, otherwise the method's error.
         """
         assert not kwargs, "actors take positional arguments"
         return await while_moving([self], method, self.unwatched(method, *args))
 
     async def unwatched(self, method: Callable[..., R], *args: Any) -> R:
-        """The same, for one that watches several actors at once."""
+        """The same without the progress check, for callers that check several actors together."""
         result: R = await self._result(lambda: self._handle.call.remote(method, *args))
         beat()
         return result
 
     async def state(self, patience_s: float | None = None) -> dict[str, Any]:
-        """The held object's state, where the actor runs (node, address, gpus, actor_pid), made_by and its pulse.
+        """The held object's state, the actor's place (node, address, gpus, actor_pid), made_by and its pulse.
 
-        patience_s: how long it has to answer; by default PING_TIMEOUT_S, and START_TIMEOUT_S for its first answer.
+        patience_s: how long the actor has to answer; by default PING_TIMEOUT_S, and START_TIMEOUT_S for the first answer.
         Raises ActorLostError if the actor is dead or does not answer.
         """
         if patience_s is None:
@@ -152,21 +153,21 @@ class Actor(Generic[T]):
         return result
 
     def kill(self) -> None:
-        """End the actor's process. Raises ActorLostError if its cluster was left, as everything here does that asks Ray."""
+        """End the actor's process. Raises ActorLostError if this process has left the cluster, as all calls to Ray here do."""
         with asked(f"actor {self.name}"):
             ray.kill(self._handle, no_restart=True)
 
 
 class _Pulses:
-    """The progress of several actors: that of one counts for all, since the others may wait for it."""
+    """The progress of several actors. Progress of one counts for all, since the others may wait for it."""
 
     def __init__(self, actors: Sequence[Actor[Any]]) -> None:
         self._actors = actors
-        self._known: dict[str, object] = {}  # the newest pulse of each
-        self._silent: list[str] = []  # who did not answer the last time
+        self._known: dict[str, object] = {}  # the newest pulse of each actor
+        self._silent: list[str] = []  # actors that did not answer the last time
 
     async def __call__(self) -> object:
-        """A reading. An actor that does not answer has not moved; one that died is found to be lost by its own call."""
+        """All newest pulses. An actor that does not answer keeps its last one; if it died, its call raises."""
         answers = await asyncio.gather(*map(self._state, self._actors))
         named = {actor.name: answer for actor, answer in zip(self._actors, answers, strict=True)}
         self._silent = [name for name, answer in named.items() if answer is None]
@@ -180,14 +181,14 @@ class _Pulses:
             return None
 
     def described(self) -> str:
-        """What the last reading showed."""
+        """The result of the last reading, for a message."""
         if self._silent:
             return f"{', '.join(self._silent)} did not answer"
         return "all answered, and none got anything done"
 
 
 async def while_moving(actors: Sequence[Actor[Any]], method: Callable[..., Any], awaited: Awaitable[R]) -> R:
-    """The result of a call of these actors. Where nothing moves in any of them, all are ended, and ActorStalledError is raised."""
+    """Await a call to these actors. If none of them makes progress, end all and raise ActorStalledError."""
     pulses, limit = _Pulses(actors), actors[0].limit
     names = actors[0].name if len(actors) == 1 else f"{actors[0].name} to {actors[-1].name}"
     what = f"{method.__name__} of {names}"
@@ -195,7 +196,7 @@ async def while_moving(actors: Sequence[Actor[Any]], method: Callable[..., Any],
         return await progressing(awaited, what, limit, pulses)
     except StalledError as error:
         if error.where != what:
-            raise  # the method's own, of what it waited for
+            raise  # the method raised it, about something that it waited for
         log.warning("nothing moved in %s for %g s: ending all", what, limit.seconds)
         for actor in actors:
             actor.kill()
@@ -204,7 +205,7 @@ async def while_moving(actors: Sequence[Actor[Any]], method: Callable[..., Any],
 
 
 class ActorGroup(Generic[T]):
-    """Actors that act together: every call goes to all of them."""
+    """A group of actors: every call goes to all of them."""
 
     def __init__(self, actors: list[Actor[T]]) -> None:
         self.actors = actors
@@ -212,7 +213,7 @@ class ActorGroup(Generic[T]):
     async def call(
         self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Call all; the results in order. If one fails the others are not waited for. Errors as of `Actor.call`."""
+        """Call all; the results in order. After a failure, does not wait for the others. Raises the errors of `Actor.call`."""
         assert not kwargs, "actors take positional arguments"
         calls = asyncio.gather(*(actor.unwatched(method, *args) for actor in self.actors))
         return list(await while_moving(self.actors, method, calls))
@@ -222,8 +223,8 @@ class ActorGroup(Generic[T]):
     ) -> list[R]:
         """Call all with a method in which they wait for each other; the results in order, or the first error.
 
-        After an error that all raise they can be called again. One that is still in the call `patience_s` later waits for
-        an actor that has left it, and would do so for ever: then all are killed, and the caller makes new ones.
+        If all raise an error, they can be called again. If an actor is still in the call `patience_s` after the first error, it
+        waits for the failed one for ever; then all are killed, and the caller creates new ones.
         """
         assert not kwargs, "actors take positional arguments"
         calls = [asyncio.ensure_future(actor.unwatched(method, *args)) for actor in self.actors]
@@ -233,9 +234,8 @@ class ActorGroup(Generic[T]):
             error = next((call.exception() for call in calls if call in done and call.exception()), None)
             if error is None:
                 return [call.result() for call in calls]
-            if waiting and not isinstance(
-                error, ActorLostError
-            ):  # a lost one is rebuilt with all others anyway
+            # after the loss of an actor all are created anew, so there is no need to wait
+            if waiting and not isinstance(error, ActorLostError):
                 _, waiting = await asyncio.wait(waiting, timeout=patience_s)
                 if waiting:
                     log.warning(
@@ -247,7 +247,7 @@ class ActorGroup(Generic[T]):
         finally:
             for call in calls:
                 if not call.cancel() and not call.cancelled():
-                    call.exception()  # seen: asyncio reports errors that nobody asked for
+                    call.exception()  # asyncio reports exceptions that nobody retrieved
 
     async def states(self) -> list[dict[str, Any]]:
         """All states in order."""
@@ -264,9 +264,9 @@ def make(
     limit: Limit = USUAL,
     threads: int = 1,
 ) -> Actor[T]:
-    """Make an actor in its place, or anywhere; its constructor runs in the background.
+    """Create an actor in its place, or on any node; its constructor runs in the background.
 
-    limit: how long nothing may move in a call. threads: calls that it answers at once.
+    limit: how long a call may make no progress. threads: number of calls that run at once.
     """
     name = f"{role}-{index}"
     options = {**(place.options if place else {}), **({"max_concurrency": threads} if threads > 1 else {})}
@@ -276,20 +276,20 @@ def make(
         node = place.node if place else None
         with asked(f"actor {name} cannot be made"):
             handle = host.remote(cls, dict(config), index, count, environment, node, digest(config))
-    except ValueError as error:  # the name is taken: its actor's node died, and the cluster does not know yet
+    except ValueError as error:  # the cluster has not yet noticed that the node of the name's actor died
         raise ActorLostError(f"actor {name} cannot be made yet: {error}") from None
     return Actor(name, handle, limit, starts=True)
 
 
 def passed_environment(config: Mapping[str, Any]) -> dict[str, str]:
-    """This process's environment variables that other processes of the run need: for storage, secrets that the configuration names, hashes of the user's code."""
+    """This process's environment variables that the run's other processes need: storage, the configuration's secrets, code hashes."""
     secrets = {name: os.environ[name] for name in variables(config) if name in os.environ}
     code = {EXPECTED: os.environ[EXPECTED]} if EXPECTED in os.environ else {}
     return {**storage_environment(), **secrets, **code}
 
 
 def storage_environment() -> dict[str, str]:
-    """This process's environment variables for object stores and for tests of storage: actors use the same storage.
+    """This process's environment variables for object stores and storage tests, since actors use the same storage.
 
     Passed to an actor as an argument, since Ray shows and logs a runtime environment.
     """
@@ -301,7 +301,7 @@ def storage_environment() -> dict[str, str]:
 
 
 def find(role: str, index: int, cls: Callable[[Any, int, int], T], limit: Limit = USUAL) -> Actor[T] | None:
-    """An actor made before in this namespace, by this process or one that died; it holds an object of `cls`."""
+    """An existing actor of this namespace, created by this process or an earlier one; it holds an object of `cls`."""
     name = f"{role}-{index}"
     try:
         with asked(f"actor {name} cannot be found"):
@@ -313,7 +313,7 @@ def find(role: str, index: int, cls: Callable[[Any, int, int], T], limit: Limit 
 async def find_alive(
     role: str, index: int, cls: Callable[[Any, int, int], T], limit: Limit = USUAL
 ) -> Actor[T] | None:
-    """An actor made before, if it answers; what is left of one that does not is ended."""
+    """An existing actor, if it answers. If it does not answer, it is killed."""
     actor = find(role, index, cls, limit)
     if actor is None:
         return None
@@ -334,9 +334,9 @@ def find_group(
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """A short name for a configuration, with the code that its actors load, that of the loss, and the secrets that they use.
+    """A hash of a configuration, the code of its loss, and the secrets that its actors use.
 
-    A living actor has those of the start that made it.
+    A living actor has the code and secrets of the start that created it, so a changed hash means that it must be replaced.
     """
     loss = (config.get("algorithm") or {}).get("loss") or {}
     code = expected().get((loss.get("function") or "").partition(":")[0])
@@ -345,7 +345,7 @@ def digest(config: Mapping[str, Any]) -> str:
 
 
 async def end_others(config: Mapping[str, Any]) -> int:
-    """End this namespace's actors that another configuration made, or that do not answer; returns how many."""
+    """End this namespace's actors that have another configuration or do not answer; returns the number."""
     wanted, names = digest(config), []
     for name in _names():
         try:
@@ -358,12 +358,12 @@ async def end_others(config: Mapping[str, Any]) -> int:
         if state["made_by"] != wanted:
             names.append(name)
     if names:
-        log.warning("ending %s: made by another configuration, or not answering", ", ".join(names))
+        log.warning("ending %s: created for another configuration, or not answering", ", ".join(names))
     return await _end(names)
 
 
 async def end_namespace(namespace: str) -> int:
-    """End all actors of another namespace of this cluster; returns how many there were."""
+    """End all actors of another namespace of this cluster; returns the number."""
 
     def names() -> list[str]:
         with asked(f"the actors of {namespace} cannot be listed"):
@@ -377,12 +377,12 @@ async def end_namespace(namespace: str) -> int:
 
 
 async def end(role: str | None = None) -> int:
-    """End this namespace's actors, of one role or all; returns how many there were."""
+    """End this namespace's actors, of one role or all; returns the number."""
     return await _end([name for name in _names() if role is None or name.rsplit("-", 1)[0] == role])
 
 
 def kill_all() -> int:
-    """Kill this namespace's actors, whatever they do, and wait for none; returns how many there were."""
+    """Kill this namespace's actors at once, without waiting for their end; returns the number."""
     return _kill(_names())
 
 
@@ -392,7 +392,7 @@ def _names() -> list[str]:
 
 
 def _kill(names: list[str], namespace: str | None = None) -> int:
-    """namespace: this process's, where not given."""
+    """namespace: by default this process's."""
     killed = 0
     for name in names:
         try:
@@ -411,7 +411,7 @@ async def _end(chosen: list[str]) -> int:
 
 
 async def _until_unnamed(names: Callable[[], list[str]], chosen: list[str]) -> None:
-    """Wait until the names are free: then the actors are gone."""
+    """Wait until the names are free, which means that the actors are gone."""
     deadline = time.monotonic() + NAME_TIMEOUT_S
     while left := set(names()) & set(chosen):
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""What an actor answers: its result, the error that millrace raised in it, or that it is lost.
+"""Awaits an actor's answer: its result, millrace's error from inside it, or ActorLostError.
 
-Owns which of Ray's errors mean that an actor is gone or out of reach, and that nobody waits for a cluster that is gone. Knows
-nothing of what it was asked.
+Owns which of Ray's errors mean that an actor is gone or out of reach, and that no call waits for a cluster that is gone. Knows
+nothing of what calls do.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from millrace.connectors.ray.cluster import gcs_address, head_died, joined
 from millrace.core.errors import ActorLostError, MillraceError
 
 OTHER_CLUSTER = "from a different cluster"
-LOOK_S = 2.0  # from one look for the cluster to the next
+LOOK_S = 2.0  # seconds between checks that the cluster is there
 
 
 async def answer(name: str, submit: Callable[[], Awaitable[Any]], made_in: object | None) -> Any:
-    """What an actor answers to a call that is submitted here. made_in: the connection that its handle belongs to."""
-    if connection() is not made_in:  # the client server that knew the handle is gone
+    """Submit a call to an actor and await its answer. made_in: the connection that its handle belongs to."""
+    if connection() is not made_in:  # the handle belongs to a client server that is gone
         raise ActorLostError(f"actor {name} is out of reach: {CUT_OFF}")
     try:
         return await in_cluster(f"actor {name}", _submitted(name, submit))
@@ -31,16 +31,16 @@ async def answer(name: str, submit: Callable[[], Awaitable[Any]], made_in: objec
         if isinstance(cause, MillraceError):
             raise cause from None
         raise
-    except RayError as error:  # the actor died, or Ray itself did
+    except RayError as error:  # the actor or Ray itself died
         raise ActorLostError(f"actor {name} died: {first_line(error)}") from None
     except BROKEN:
         raise ActorLostError(f"actor {name} is out of reach: {CUT_OFF}") from None
 
 
 async def in_cluster(who: str, asked: Awaitable[Any]) -> Any:
-    """What was asked of Ray. Raises ActorLostError where the local head dies meanwhile, or this process leaves its cluster.
+    """Await an answer of Ray. Raises ActorLostError if the local head dies meanwhile, or this process leaves its cluster.
 
-    Of an actor that is still starting when the head dies Ray would say nothing, and end this process after a minute.
+    If the head dies while an actor starts, Ray itself reports nothing, and ends this process after a minute.
     """
     home, pending = connection() or gcs_address(), asyncio.ensure_future(asked)
     try:
@@ -55,7 +55,7 @@ async def in_cluster(who: str, asked: Awaitable[Any]) -> Any:
 def _submitted(name: str, submit: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
     try:
         return awaited(submit())
-    except Exception as error:  # noqa: BLE001 - Ray has no type for a handle of a cluster that is gone or was left
+    except Exception as error:  # noqa: BLE001 - Ray has no error type for a handle of a former cluster
         if joined() and OTHER_CLUSTER not in str(error):
             raise
         raise ActorLostError(f"actor {name} died with its cluster") from None

@@ -1,6 +1,6 @@
-"""The connection of a driver that stands outside the cluster: it joins by Ray's client server, `ray://host:port`.
+"""The connection of a driver outside the cluster, which joins through Ray's client server, `ray://host:port`.
 
-Owns which errors mean that it broke, and the message for them. A process on a node has no such connection.
+Owns which errors mean that the connection broke, and their message. A process on a node has no such connection.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from grpc import RpcError
 from millrace.core.config.placement import is_clients
 from millrace.core.errors import ActorLostError
 
-BROKEN = (ConnectionError, RpcError)  # what Ray's client raises once its server is gone
+BROKEN = (ConnectionError, RpcError)  # raised by Ray's client if its server is gone
 CUT_OFF = "the connection to Ray's client server broke"
 
 
 def connection() -> object | None:
-    """This process's connection, which handles on actors belong to. None on a node, and once it is found to be broken."""
+    """This process's connection, to which handles of actors belong. None on a node, and once it is known to be broken."""
     from ray.util.client import ray as api
 
     found: object | None = api.get_context().client_worker
@@ -28,7 +28,7 @@ def connection() -> object | None:
 
 
 def namespace() -> str | None:
-    """The namespace that this process has joined; None where its connection is broken."""
+    """The namespace that this process has joined; None if its connection is broken."""
     import ray
 
     try:
@@ -38,7 +38,7 @@ def namespace() -> str | None:
 
 
 def awaited(reference: Any) -> Awaitable[Any]:
-    """What is to be awaited of a reference. Ray's client logs a stack where a result comes to a future that was cancelled."""
+    """An awaitable for a reference. Shields the client's future: Ray's client logs a stack if a cancelled one gets a result."""
     if connection() is None:
         return cast(Awaitable[Any], reference)
     result = asyncio.wrap_future(reference.future())
@@ -47,13 +47,13 @@ def awaited(reference: Any) -> Awaitable[Any]:
 
 
 def _seen(result: asyncio.Future[Any]) -> None:
-    """asyncio reports errors that nobody asked for."""
+    """Retrieve the exception, since asyncio reports exceptions that nobody retrieved."""
     if not result.cancelled():
         result.exception()
 
 
 def drop() -> None:
-    """Forget a connection that broke by itself: Ray refuses to make another one before."""
+    """Close a broken connection, without which Ray refuses to open another."""
     if connection() is not None:
         _disconnect()
 
@@ -66,15 +66,16 @@ def _disconnect() -> None:
 
 @contextlib.contextmanager
 def joining(address: str) -> Iterator[None]:
-    """Within, this process joins a cluster. Raises ActorLostError with a remedy where no client server answers, or it cannot begin."""
+    """For joining a cluster: raise ActorLostError with a remedy if no client server answers, or it cannot open a connection."""
     try:
         yield
     except BROKEN as error:
         if not is_clients(address):
             raise
-        _disconnect()  # else Ray takes this process for a client also where it joins as a node
+        # without this Ray takes the process for a client even when it later joins as a node
+        _disconnect()
         where = f"placement.ray_address = {address}"
-        if isinstance(error, ConnectionAbortedError):  # it answered, with what it raised
+        if isinstance(error, ConnectionAbortedError):  # the server answered with its own error
             raise ActorLostError(
                 f"Ray's client server cannot begin a connection: {str(error).strip().splitlines()[-1]}",
                 where=where,
@@ -88,5 +89,5 @@ def joining(address: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of Ray's says first."""
+    """The first line of an error of Ray's."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
-"""Joining a Ray cluster, or a local one that outlives this process.
+"""Joins a configured Ray cluster, or a local head that outlives this process.
 
-The local head is a process of its own, bound to loopback and found again through a record in MILLRACE_HOME, so that
-actors survive the driver that made them.
+The local head is a separate process, bound to loopback and found again through a record in MILLRACE_HOME, so that actors
+survive the driver that created them.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from millrace.core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120
-KEPT_CALLS = "RAY_task_events_max_num_task_in_gcs"  # whose states a head keeps for `ray list tasks`
-TRIES = "RAY_gcs_server_port_wait_time_s"  # that many tries, about one a second where an answer comes at once
-LOG_BYTES = str(16 * 2**20)  # of each of Ray's logs, which otherwise grow to 512 MiB
-STARTS = 3  # of a head that is killed again and again while it starts, or while a run joins it
+KEPT_CALLS = "RAY_task_events_max_num_task_in_gcs"  # number of calls that `ray list tasks` can show
+TRIES = "RAY_gcs_server_port_wait_time_s"  # used by Ray as a number of tries, not of seconds
+LOG_BYTES = str(16 * 2**20)  # of each of Ray's logs, which by default grow to 512 MiB
+STARTS = 3  # attempts if the head is killed while it starts, or while a run joins it
 RAYLET = "raylet"
-ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
-# Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
+ADDRESS_FILE = "ray_current_cluster"  # Ray writes a cluster's address to it, in the cluster's folder
+# Keeps Ray from replacing 127.0.0.1 by a network card's address, which would make it listen on the network.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 class HeadRecord(TypedDict):
-    """The local head as ray.json knows it: its processes by pid and when each was created; none while it starts."""
+    """The content of ray.json: the local head's processes by pid and creation time. None while the head starts."""
 
     address: str
     pids: list[int]
     created: list[float]
     folder: str
     token: NotRequired[bool]  # whether it asks for the token in MILLRACE_HOME; earlier ones did not
-    ports: NotRequired[list[int]]  # where its raylet answers
+    ports: NotRequired[list[int]]  # of its raylet
 
 
 _record = TypeAdapter(HeadRecord)
-_watch: head_watch.Watch | None = None  # of the local head that this process has joined
+_watch: head_watch.Watch | None = None  # watches the local head that this process has joined
 
 
 def start_or_join(address: str | None, namespace: str) -> None:
-    """Connect this process to Ray under a namespace; starts the local head if none is configured or running.
+    """Connect this process to Ray under a namespace. Without an address, starts the local head if none runs.
 
     A local head that dies meanwhile, or does not answer, is started again.
     """
@@ -79,12 +79,12 @@ def start_or_join(address: str | None, namespace: str) -> None:
     import ray
     from ray._private import auto_init_hook, ray_constants, worker
 
-    # Else whatever asks Ray for something while a head is replaced starts another, which no record knows.
+    # By default any call to Ray while a head is being replaced would start another head, without a record.
     auto_init_hook.enable_auto_connect = False
-    # Ray's thread that prints what nodes report, beside what is raised of it. It begins by asking the head; where that dies
-    # meanwhile, leaving waits for the thread, and Ray ends the process after a minute.
+    # Replaces Ray's thread that prints errors of nodes, which are raised as well. The thread first asks the head. If the head
+    # dies meanwhile, leaving the cluster waits for the thread, and Ray ends the process after a minute.
     worker.listen_error_messages = lambda worker, threads_stopped: None
-    # The constant that LOOPBACK_ONLY sets was read when ray was first imported, before the address was known.
+    # Ray read the constant that LOOPBACK_ONLY sets when it was first imported, before the address was known.
     if address is None:
         ray_constants.ENABLE_RAY_CLUSTER = False
     if ray.is_initialized():
@@ -102,12 +102,12 @@ def start_or_join(address: str | None, namespace: str) -> None:
             if record:
                 _watch_head(record)
             return
-        except Exception as error:  # noqa: BLE001 - Ray raises many types; whether the head lives decides
+        except Exception as error:  # noqa: BLE001 - Ray raises many types; what counts is whether the head lives
             if address is not None or head_lives() or attempt == STARTS:
                 raise
             leave()
             log.warning(
-                "the local Ray head died or stood still while the run joined it (%s): starting it again; what Ray printed is in %s",
+                "the local Ray head died or hung while the run joined it (%s): starting it again; Ray's output is in %s",
                 type(error).__name__,
                 library_log(),
             )
@@ -129,7 +129,7 @@ def _connect(address: str, namespace: str) -> None:
 
 @contextlib.contextmanager
 def _one_try() -> Iterator[None]:
-    """Within, joining a cluster that does not answer fails after one of Ray's tries, some 40 s long, instead of 20."""
+    """A context in which joining a silent cluster fails after one try of Ray's, some 40 s, instead of 20 tries."""
     before = os.environ.get(TRIES)
     os.environ[TRIES] = "1"
     try:
@@ -142,9 +142,9 @@ def _one_try() -> Iterator[None]:
 
 
 def give_back_sigterm() -> None:
-    """Put Python's handler of SIGTERM back, for which Ray has put one that prints a stack and aborts 3 s later.
+    """Restore Python's handler of SIGTERM. The handler that Ray sets prints a stack and aborts 3 s later.
 
-    To be called after joining. Python allows it in the main thread alone: elsewhere this does nothing.
+    Call it after joining. Outside the main thread it does nothing, since Python allows handlers only there.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -166,10 +166,10 @@ def node_address() -> str:
 
 @contextlib.contextmanager
 def asked(what: str) -> Iterator[None]:
-    """Within, Ray is asked for something.
+    """A context for calls to Ray, which raises ActorLostError if the cluster is gone.
 
-    Raises ActorLostError where this process has left its cluster, as to join a new one, or stands outside and is cut off from it,
-    and where its local head has died or does not answer: Ray would block the thread for a minute, and then end the process.
+    That is so if this process has left its cluster, for example to join a new one, if it is a client whose connection broke, or if
+    its local head has died or does not answer. Ray would block the thread for a minute, and then end the process.
     """
     from ray.exceptions import RaySystemError
 
@@ -189,23 +189,23 @@ def asked(what: str) -> Iterator[None]:
 
 
 def head_died() -> bool:
-    """Whether this process is connected to a local head that is recorded and has lost a process, or answers no more."""
+    """Whether this process is connected to the recorded local head, and that head lost a process or does not answer."""
     record = None if client.connection() else _read()
     return bool(record and record["address"] == gcs_address() and not _works(record))
 
 
 def _works(record: HeadRecord) -> bool:
-    """Whether every process of the head that this process has joined lives and answers, as far as was seen until now."""
+    """Whether all processes of the joined head live, and the watch has seen none that does not answer."""
     return _alive(record) and not (_watch and _watch.reason)
 
 
 def _how() -> str:
-    """What became of the head that this process had joined, for a message."""
+    """What happened to the head that this process had joined, for a message."""
     return f"does not answer ({_watch.reason})" if _watch and _watch.reason else "died"
 
 
 def _watch_head(record: HeadRecord | None) -> None:
-    """Watch this head from now on, and none before; None: none at all."""
+    """Watch this head from now on instead of the previous one; None ends the watch."""
     global _watch
     if _watch:
         _watch.end()
@@ -216,22 +216,22 @@ def _watch_head(record: HeadRecord | None) -> None:
 
 
 def _addresses(record: HeadRecord) -> list[str]:
-    """Where the head is asked whether it answers."""
+    """The addresses at which the head must answer."""
     return [record["address"], *(f"127.0.0.1:{port}" for port in record.get("ports", []))]
 
 
 def gcs_address() -> str | None:
-    """Of the cluster that this process has joined as one of its nodes; None where it has left it, or leaves it just now."""
+    """Address of the cluster that this process has joined on a node; None if it has left the cluster, or is just leaving."""
     import ray
 
     try:
         return str(ray.get_runtime_context().gcs_address) if joined() else None
-    except AttributeError:  # Ray takes what it has of a cluster away piece by piece
+    except AttributeError:  # another thread is leaving, and Ray removes its state bit by bit
         return None
 
 
 def lost(address: str | None) -> bool:
-    """Whether the local head that this process is connected to has died; a configured cluster looks after itself."""
+    """Whether the local head that this process is connected to has died. Always False for a configured cluster."""
     if address is not None or not joined():
         return False
     record = _read()
@@ -239,15 +239,15 @@ def lost(address: str | None) -> bool:
 
 
 def what_happened() -> str:
-    """What is told of a local head that was lost: what became of it, and that another one is started."""
-    return f"the local Ray head {_how()}: starting it again; what Ray printed is in {library_log()}"
+    """The message about a local head that was lost: what happened to it, and that another is started."""
+    return f"the local Ray head {_how()}: starting it again; Ray's output is in {library_log()}"
 
 
 def leave() -> None:
-    """Disconnect; detached actors stay. What Ray prints meanwhile, the last lines of a part that died, goes to the log.
+    """Disconnect; detached actors stay. Ray's output meanwhile, such as the last lines of a dead part, goes to the log.
 
-    Ray ends the process, without a word, where another thread frees a reference while its core goes down, which can take
-    seconds. So the core is hidden first: a reference that finds none is freed all the same.
+    Ray silently ends the process if another thread frees a reference while Ray's core shuts down, which can take seconds. So the
+    core is hidden first: without it a reference is freed in another way.
     """
     import ray
     from ray._private.worker import SCRIPT_MODE, global_worker
@@ -261,7 +261,7 @@ def leave() -> None:
 
 
 def local_head() -> str:
-    """Address of the local head, started if it does not run and answer. What an earlier one left ends and goes first."""
+    """Address of the local head. If none runs and answers, removes what is left of an earlier head and starts a new one."""
     with locked(_path().with_suffix(".lock")):
         record = _read()
         if record and _alive(record):
@@ -269,7 +269,7 @@ def local_head() -> str:
             if reason is None:
                 return str(record["address"])
             log.warning(
-                "the local Ray head does not answer (%s): it is ended, and another one starts; what its actors held is built again",
+                "the local Ray head does not answer (%s): ending it and starting another; its actors are rebuilt",
                 reason,
             )
         _end(record)
@@ -283,11 +283,11 @@ def local_head() -> str:
 
 
 class _HeadDiedError(MillraceError):
-    """A part of the head ended while it started, by itself or killed."""
+    """A part of the head exited or was killed during the start."""
 
 
 def head_lives() -> bool:
-    """Whether a local head is recorded, every process of it lives, and it answers."""
+    """Whether a local head is recorded, all of its processes live, and it answers."""
     record = _read()
     return bool(
         record and _alive(record) and head_watch.stays_silent(_addresses(record), record["pids"]) is None
@@ -295,7 +295,7 @@ def head_lives() -> bool:
 
 
 def _end_at(address: str) -> None:
-    """End the local head that does not answer here: Ray goes on waiting for one that stands still."""
+    """End the local head at this address, which does not answer: Ray would wait for a hanging head."""
     with locked(_path().with_suffix(".lock")):
         record = _read()
         if record and record["address"] == address:
@@ -303,7 +303,7 @@ def _end_at(address: str) -> None:
 
 
 def stop_local_head() -> bool:
-    """End the local head, or what is left of one, with its folder; False if nothing of one runs."""
+    """End the local head, or what is left of it, and remove its folder; False if nothing of it runs."""
     with locked(_path().with_suffix(".lock")):
         ended = _end(_read(), patience_s=5)
         _path().unlink(missing_ok=True)
@@ -311,17 +311,17 @@ def stop_local_head() -> bool:
 
 
 def _end(record: HeadRecord | None, patience_s: float = 0, *, keep_folders: bool = False) -> bool:
-    """End every process of this home's heads, and remove their folders; whether any ran.
+    """End all processes of this home's heads, and remove their folders; returns whether any ran.
 
-    record: of the last one, which may have lost some of its processes, or whose start was interrupted.
-    patience_s: that long they may end by themselves.
+    record: of the last head, which may have lost some processes, or whose start may have been interrupted.
+    patience_s: how long they may take to end by themselves.
     """
     folders = {str(folder) for folder in head_folder.parent().glob(f"{head_folder.prefix()}*")}
     marks = set(folders)
     left: set[psutil.Process] = set()
     if record:
         folders.add(record["folder"])
-        # Ray's server for remote clients, which may have died alone and so is not in the record, is known by the address
+        # Ray's client server may have died and been restarted, and then is not in the record: its argument names the address
         marks |= {record["folder"], *([f"--address={record['address']}"] if record["address"] else [])}
         left |= {process for process in map(find_process, record["pids"], record["created"]) if process}
     left |= {process for process in psutil.process_iter() if any(_belongs(process, mark) for mark in marks)}
@@ -349,7 +349,7 @@ def _start() -> str:
     folder = head_folder.make()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1"]
     command += [
-        "--port=0",  # Ray binds the port that it picks: one picked here might be another's by then
+        "--port=0",  # Ray picks and binds a port in one step; a port picked here could be taken before
         "--include-dashboard=false",
         "--disable-usage-stats",
         f"--temp-dir={folder / head_folder.RAYS}",
@@ -358,22 +358,23 @@ def _start() -> str:
         "--num-cpus=1024",
         "--min-worker-port=0",
         "--max-worker-port=0",
-    ]  # what runs where is placed by hand
+    ]  # millrace places actors and tasks, so Ray's count of CPUs must not limit them
     environment = {
         **os.environ,
         **LOOPBACK_ONLY,
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": _python_path(),
     }
-    environment.pop("RAY_RAYLET_PID", None)  # a driver's, see millrace/__init__.py
+    environment.pop("RAY_RAYLET_PID", None)  # for drivers only, see millrace/__init__.py
     environment = head_token.added(environment)
     environment.setdefault("RAY_ROTATION_MAX_BYTES", LOG_BYTES)
     environment.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
-    environment.setdefault(KEPT_CALLS, "1000")  # of 100,000, by which the head grew by 22 KiB an iteration
+    # with the default of 100,000 the head grew by 22 KiB per iteration
+    environment.setdefault(KEPT_CALLS, "1000")
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
     record: HeadRecord = {"address": "", "pids": [], "created": [], "folder": str(folder), "token": True}
-    # before it starts: whoever comes after a start that was interrupted ends what is left of it
+    # written before the start: if the start is interrupted, the next one finds and ends what is left of it
     _write(record)
     try:
         done = subprocess.run(
@@ -403,18 +404,18 @@ def _start() -> str:
 
 
 def _ports(process: psutil.Process) -> list[int]:
-    """Where a raylet listens."""
+    """The ports of a raylet; none for another process."""
     try:
         if process.name() != RAYLET:
             return []
         open_ = process.net_connections("tcp")
         return [each.laddr.port for each in open_ if each.status == psutil.CONN_LISTEN]
-    except psutil.Error:  # it died just now, which whoever joins it sees
+    except psutil.Error:  # it just died, which shows when the head is joined
         return []
 
 
 def _belongs(process: psutil.Process, mark: str) -> bool:
-    """Whether it is a process of Ray's, of this user, with a mark among its arguments. A pager that shows a log is none."""
+    """Whether it is one of this user's Ray processes with the mark among its arguments. A pager that shows Ray's log is not."""
     try:
         arguments = process.cmdline()
         ours = process.uids().real == os.getuid() and any("/ray/" in a or "ray." in a for a in arguments)
@@ -424,7 +425,7 @@ def _belongs(process: psutil.Process, mark: str) -> bool:
 
 
 def _alive(record: HeadRecord) -> bool:
-    """Whether every process of the head is the one that was started."""
+    """Whether all recorded processes of the head live."""
     return bool(record["pids"]) and all(map(is_alive, record["pids"], record["created"]))
 
 
@@ -437,7 +438,7 @@ def _write(record: HeadRecord) -> None:
 
 
 def _read() -> HeadRecord | None:
-    """The record of the local head; None if there is none, or it holds something else: then no head is known.
+    """The record of the local head; None, for no known head, if there is no file or it is not a record.
 
     Raises MillraceError if the file cannot be read.
     """
@@ -459,9 +460,9 @@ def _read() -> HeadRecord | None:
 
 
 def _python_path() -> str:
-    """Where actors find millrace and what the driver's PYTHONPATH names; they add folders of the user's that the settings name.
+    """PYTHONPATH of actors: the driver's, then millrace's folder. Actors add the user's folders from the settings.
 
-    millrace comes last: from a wheel its folder is site-packages, whose other packages must not hide a user's.
+    millrace comes last: installed from a wheel, its folder is site-packages, whose packages must not hide the user's.
     """
     package = str(Path(__file__).parents[3])
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -1,4 +1,4 @@
-"""Where the local head's folder lies, and what it is called. Knows nothing of the head's processes."""
+"""The place and name of the local head's folder. Knows nothing of the head's processes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from millrace.connectors.storage.local import PRIVATE_FOLDER, home
 from millrace.core.errors import ConfigError
 
 SOCKET_BYTES = 107  # Linux's bound on a socket's path
-RAYS = "r"  # Ray's own folder in a head's, which Ray opens to every user: the head's stays closed around it
-SOCKET = f"/{RAYS}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # the longest there
+RAYS = "r"  # Ray's folder inside the head's; Ray makes it accessible to all users, the head's stays private
+SOCKET = f"/{RAYS}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # the longest path
 
 
 def parent() -> Path:
-    """Where folders of heads lie."""
+    """The parent of heads' folders."""
     return Path(os.environ.get("RAY_TMPDIR", "/tmp")).absolute()
 
 
 def prefix() -> str:
-    """With what folders of this home's heads begin: whose record is lost, or was never written whole, is found by it."""
+    """The prefix of this home's head folders, by which a head without a usable record is found."""
     whose = f"{os.getuid()}:{home().absolute()}"
     return f"millrace-ray-{hashlib.sha256(whose.encode()).hexdigest()[:6]}-"
 
 
 def is_heads(folder: str) -> bool:
-    """Whether it has the name of a head's folder: what a record names is removed."""
+    """Whether this is the name of a head's folder. Checked because the folder that a record names is removed."""
     return Path(folder).is_absolute() and Path(folder).name.startswith("millrace-ray-")
 
 
@@ -44,7 +44,7 @@ def check_length() -> None:
 
 
 def make() -> Path:
-    """A new folder for a head, which no other user may enter. Errors as of `check_length`."""
+    """Create a folder for a head that no other user may enter. Raises the errors of `check_length`."""
     check_length()
     parent().mkdir(parents=True, exist_ok=True)
     folder = parent() / f"{prefix()}{secrets.token_hex(2)}"

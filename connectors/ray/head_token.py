@@ -1,4 +1,4 @@
-"""The local head's token: brought to it by this process, and left out where a cluster asks for what its user set."""
+"""The local head's token, which this process presents to it. For a configured cluster the user's own settings apply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKEN = "ray-token"  # in MILLRACE_HOME
 
 
 def added(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which Ray asks for the local head's token, and brings it."""
+    """An environment in which Ray requires the local head's token, and presents it."""
     rest = {name: value for name, value in environment.items() if name not in AUTHENTICATION}
     return {**rest, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret_file(TOKEN))}
 
@@ -36,5 +36,6 @@ def bring(asks: bool | None) -> None:
         os.environ.pop(name, None)
         if name in wanted:
             os.environ[name] = wanted[name]
-    Config.initialize("")  # Ray read the environment when it was imported
+    # Ray has read the environment at its import, so it must read it again
+    Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

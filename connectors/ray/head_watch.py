@@ -1,7 +1,7 @@
-"""Whether the local head answers: its processes may stand in the process table with their ports shut, or stand still.
+"""Checks that the local head answers: its processes may live with closed ports, or be stopped.
 
-Owns the question, and how often none may answer it. Asks at addresses of gRPC, without Ray, which would end this process. Knows
-nothing of records and of what follows.
+Owns the check, and how often it may fail in a row. Speaks to gRPC addresses without Ray, which would end this process. Knows
+nothing of records, nor of the consequences.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-ASK_S = 5.0  # how long an answer may take
-PAUSE_S = 2.0  # between two questions
-LOOKS = 4  # in a row without an answer: below the minute after which Ray ends a driver whose head is gone
+ASK_S = 5.0  # seconds that an answer may take
+PAUSE_S = 2.0  # seconds between two checks
+LOOKS = 4  # failed checks in a row; together they take less than the minute after which Ray ends a driver
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with empty settings
-FRAME = 9  # bytes of a frame's head, the fourth of which is its kind
+FRAME = 9  # bytes of a frame's header; the fourth is its type
 SETTINGS = 4
 
 
 def answers(address: str) -> bool:
-    """Whether a server of gRPC answers at host:port. The kernel takes connections for a process that stands still; it says nothing."""
+    """Whether a gRPC server answers at host:port. Connecting proves nothing: the kernel accepts for a stopped process too."""
     host, _, port = address.rpartition(":")
     found = b""
     try:
@@ -37,7 +37,7 @@ def answers(address: str) -> bool:
 
 
 def silent(addresses: Sequence[str], pids: Sequence[int]) -> str | None:
-    """What of a head does not answer, or stands still; None if all of it is well."""
+    """The part of a head that is stopped or does not answer; None if all parts answer."""
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
@@ -47,7 +47,7 @@ def silent(addresses: Sequence[str], pids: Sequence[int]) -> str | None:
 
 
 def stays_silent(addresses: Sequence[str], pids: Sequence[int]) -> str | None:
-    """The same once it stayed so over all looks: a process may be stopped for a moment, and a host may be busy."""
+    """The same, but only after LOOKS failed checks: a process may be stopped for a moment, or the host busy."""
     for look in range(LOOKS):
         if look:
             time.sleep(PAUSE_S)
@@ -58,17 +58,17 @@ def stays_silent(addresses: Sequence[str], pids: Sequence[int]) -> str | None:
 
 
 class Watch:
-    """Looks at the head that this process has joined, in a thread that ends with the process or when the head is silent."""
+    """Checks the head that this process has joined, in a thread that ends with the process or when the head is silent."""
 
     def __init__(self, addresses: Sequence[str], pids: Sequence[int], end: Callable[[], None]) -> None:
-        """end: ends the head, once it is silent."""
-        self.reason: str | None = None  # what is silent
+        """end: ends the head, called when it is silent."""
+        self.reason: str | None = None  # why the head counts as silent
         self._of, self._end = (list(addresses), list(pids)), end
         self._ended = threading.Event()
         threading.Thread(target=self._look, name="head-watch", daemon=True).start()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._ended.set()
 
     def _look(self) -> None:
@@ -76,7 +76,7 @@ class Watch:
             continue
 
     def look(self) -> str | None:
-        """Look now. What is silent, if anything is: the head is ended then."""
+        """Check now. Returns the silent part, after the head was ended; None if all parts answer."""
         if self.reason is None and (reason := stays_silent(*self._of)) and not self._ended.is_set():
             self.reason = reason
             self._end()

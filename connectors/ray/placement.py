@@ -1,7 +1,7 @@
-"""Where a run's actors live: a named placement group, found again by a later driver, and the GPUs of each place in it.
+"""Places a run's actors: a named placement group, found again by a later driver, and the GPUs of each place in it.
 
-Owns the reservation. An actor takes no resources of its own: it is made in its bundle, thus on the bundle's node, and its
-environment names the GPUs that it sees. Knows nothing of what actors do.
+Owns the reservation. An actor requests no resources: it is created in its bundle, so on the bundle's node, and its environment
+names the GPUs that it sees. Knows nothing of what actors do.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ log = logging.getLogger(__name__)
 GROUP = "seats"  # its name within the run's namespace
 PROBE_TIMEOUT_S = 120.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_lock = threading.Lock()  # trainer and engines may be made at the same time
+_lock = threading.Lock()  # trainer and engines may be created at the same time
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor is made, on which node it then is, and what its environment says."""
+    """The place of an actor: Ray's options, its node, and its environment variables."""
 
     options: dict[str, Any]
     node: str
-    address: str  # of the node
+    address: str  # the node's
     environment: dict[str, str]
 
 
 class Reservation:
-    """A run's part of the cluster this process has joined."""
+    """The part of the joined cluster that is reserved for a run."""
 
     def __init__(self, config: RunConfig, engines: bool = True) -> None:
         self.config = config
@@ -55,9 +55,9 @@ class Reservation:
 
     @asked("no places for the run's parts")
     def places(self, role: str) -> list[Place]:
-        """A place for each actor of a role; the cluster's room is reserved first unless it is already.
+        """A place for each actor of a role. The first call reserves room in the cluster.
 
-        Raises ConfigError if the cluster has too little of it, ActorLostError if a node dies or the cluster is left meanwhile.
+        Raises ConfigError if the cluster has too little room, ActorLostError if a node dies or this process leaves the cluster.
         """
         with _lock:
             group, wanted = self._reserved()
@@ -80,10 +80,11 @@ class Reservation:
     def _reserved(self) -> tuple[PlacementGroup, ResourceLayout]:
         group = _find()
         held = [] if group is None else _bundles(group)
-        had_gpus = any("GPU" in bundle for bundle in held)  # they may be lost: the run does not go on without
+        # a run that had GPUs waits for GPUs, even if the cluster has lost all of them
+        had_gpus = any("GPU" in bundle for bundle in held)
         wanted = resource_layout(self.config, had_gpus or _cluster_has("GPU"), self._engines)
         if group is not None and held != wanted.bundles:
-            log.warning("reserving again: the run needs other room than it has")
+            log.warning("reserving again: the run needs other resources than it holds")
             remove_placement_group(group)
             group = None
         if group is None:
@@ -97,7 +98,7 @@ class Reservation:
 
 @asked("no place on this node")
 def here() -> Place:
-    """A place on the node of this process, with none of its GPUs. Outside the cluster: on that of Ray's client server."""
+    """A place on this process's node, without GPUs. For a process outside the cluster, on the node of Ray's client server."""
     node = ray.get_runtime_context().get_node_id()
     return Place(
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)},
@@ -109,7 +110,7 @@ def here() -> Place:
 
 @asked("the reservation cannot be given back")
 def release() -> None:
-    """Give this namespace's reservation back; actors in it end."""
+    """Release this namespace's reservation; actors in it end."""
     group = _find()
     if group is not None:
         remove_placement_group(group)
@@ -117,14 +118,14 @@ def release() -> None:
 
 @asked("the reservation of another run cannot be given back")
 def release_of(namespace: str) -> None:
-    """Give the reservation of another namespace of this cluster back, if it has one."""
+    """Release the reservation of another namespace of this cluster, if it has one."""
     found = ray._private.state.state.get_placement_group_by_name(GROUP, namespace)
     if found is not None:
         remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(found["placement_group_id"])))
 
 
 def _addresses() -> dict[str, str]:
-    """Addresses of nodes by their ids."""
+    """Addresses of nodes by id."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
@@ -141,7 +142,7 @@ def _find() -> PlacementGroup | None:
 
 
 def _created(group: PlacementGroup, patience_s: float) -> bool:
-    """Whether the group has its room in time. Asks often: Ray's own wait does not end if the cluster is left meanwhile."""
+    """Whether the group gets its room in time. Polls, since Ray's own wait does not end if this process leaves the cluster."""
     deadline, pause = time.monotonic() + patience_s, 0.01
     while placement_group_table(group)["state"] != "CREATED":
         if time.monotonic() > deadline:
@@ -183,7 +184,7 @@ def _no_room(config: RunConfig, wanted: ResourceLayout) -> str:
 
 
 def _gpus(group: PlacementGroup, wanted: dict[int, float]) -> dict[int, list[str]]:
-    """Ids of the GPUs that each bundle holds on its node, which stay the same while the bundle stays there."""
+    """Ids of the GPUs of each bundle on its node. They do not change while the bundle stays on the node."""
     asked = {
         bundle: _visible.options(num_gpus=amount, scheduling_strategy=_in(group, bundle)).remote()
         for bundle, amount in wanted.items()
@@ -192,12 +193,12 @@ def _gpus(group: PlacementGroup, wanted: dict[int, float]) -> dict[int, list[str
         found = ray.get(list(asked.values()), timeout=PROBE_TIMEOUT_S)
     except RayError as error:
         reason = str(error).strip().splitlines()[0]
-        raise ActorLostError(f"a node of the run does not tell its GPUs: {reason}") from None
+        raise ActorLostError(f"a node of the run does not report its GPUs: {reason}") from None
     return dict(zip(asked, found, strict=True))
 
 
 @ray.remote(num_cpus=0)
 def _visible() -> list[str]:
-    """The GPUs that Ray gives this task."""
+    """The GPUs that Ray assigns to this task."""
     ids = [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
     return sorted(ids, key=lambda gpu: (int(gpu) if gpu.isdecimal() else 0, gpu))

@@ -1,7 +1,7 @@
-"""What a run's processes on a cluster do as soon as Ray starts them: imports, and addresses that no proxy is asked for.
+"""Sets up a run's processes when Ray starts them: imports, and direct connections to nodes without a proxy.
 
-Ray keeps more processes than there are tasks at once, and gives a task to any of them: to one that has never had a task too, in which
-imports would hold it up for seconds.
+Ray keeps more processes than tasks run at once, and may give a task to a process that never had one. Without the imports at its
+start, the task would wait seconds for them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from millrace.core.own_addresses import has_proxy, reach_directly, reach_own_directly
 
-IMPORTS = "MILLRACE_IMPORTS"  # names of modules, in a process for tasks
+IMPORTS = "MILLRACE_IMPORTS"  # environment variable of a process for tasks: names of modules
 SET_UP = {"worker_process_setup_hook": f"{__name__}.set_up"}  # called in every process of a run
 
 
 def task_options(node: str | None, imports: Sequence[str]) -> dict[str, Any]:
-    """Of a Ray task that runs on a node if it lives, in a process that has imported these modules. Ray does not start it again."""
+    """Options of a Ray task that prefers a node while it lives, in a process with these imports. Ray does not retry it."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options: dict[str, Any] = {
@@ -33,7 +33,7 @@ def task_options(node: str | None, imports: Sequence[str]) -> dict[str, Any]:
 
 
 def set_up() -> None:
-    """Import what this process is to have. What is missing is for the task to report."""
+    """Set up this process. The task itself reports modules that cannot be imported."""
     reach_own_directly()
     reach_nodes_directly()
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
@@ -42,7 +42,7 @@ def set_up() -> None:
 
 
 def reach_nodes_directly() -> None:
-    """From now on, this process and its children ask for addresses of the cluster's nodes without a proxy of the environment."""
+    """Let this process and its children connect to the cluster's nodes directly, even if the environment names a proxy."""
     if has_proxy():
         import ray
 

@@ -1,7 +1,7 @@
-"""Prefect tasks on Ray: submitted to a node, and waited for without a thread.
+"""Prefect tasks on Ray: submitted to a node, and awaited without a thread.
 
 Owns how a task of the flow becomes a Ray task, and which of Ray's errors mean that its process is gone, or that Prefect could not
-begin it there. Knows nothing of what tasks do.
+start it there. Knows nothing of what tasks do.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ REMEDY = (
 
 
 class JoinedRayTaskRunner(RayTaskRunner):  # type: ignore[misc]
-    """Prefect's task runner on the Ray that this process has joined. Starts none, not even while a head that died is replaced."""
+    """Prefect's task runner on the joined cluster. Never starts Ray, not even while a dead head is being replaced."""
 
     def __enter__(self) -> Self:
-        """As of any task runner, without Ray's own part."""
+        """Enter as a plain task runner, without RayTaskRunner's start of Ray."""
         super(RayTaskRunner, self).__enter__()
         return self
 
 
 class NotBegunError(MillraceError):
-    """Prefect could not begin a task on a node: its server does not answer there, or the code is another one."""
+    """Prefect could not start a task on a node: its server cannot be reached there, or the node has other code."""
 
 
 async def run_on_ray(
@@ -53,11 +53,11 @@ async def run_on_ray(
     node: str | None,
     imports: Sequence[str],
 ) -> Result:
-    """Run a task in a worker process of Ray's, on a node if it lives; its result, or what it raised.
+    """Run a task in one of Ray's worker processes, on `node` while it lives. Returns its result, or raises its error.
 
-    flow: the context of the flow run whose task runner is a RayTaskRunner, outside of its tasks: what a task was given would be
-    sent along. imports: modules that any process for such tasks has. Raises ActorLostError if the process or its node died; Ray does
-    not start it again. Raises NotBegunError.
+    flow: the context of the flow run with a RayTaskRunner, taken outside of its tasks, since a task's arguments would be sent
+    along. imports: modules that processes for such tasks load at their start. Raises ActorLostError if the process or its node
+    died (Ray does not retry it), and NotBegunError.
     """
 
     def submit() -> Any:
@@ -67,7 +67,7 @@ async def run_on_ray(
     future = await asyncio.to_thread(flow.copy().run, submit)
     try:
         state: State[Result] = await in_cluster("its process", awaited(future.wrapped_future))
-    except RayTaskError as error:  # what a task raises is in its state
+    except RayTaskError as error:  # not the task's own error, which is in its state
         raise NotBegunError(f"{type(error.cause).__name__}: {error.cause}", remedy=REMEDY) from None
     except RayError as error:
         raise ActorLostError(f"its process died: {first_line(error)}") from None
