@@ -1,8 +1,8 @@
-"""Where an answer ends: at which tokens an engine stops, whatever a model's files say.
+"""The tokens at which an engine ends an answer, made consistent when a model's files disagree.
 
-The token that ends a turn stands in the chat template, the end of sequence in the tokenizer, and what engines stop at in
-generation_config.json or config.json. Models are published, and made by training, in which they differ: an answer would
-then go on to its last token. Owns what a request has to name for them to agree, for every engine alike.
+The chat template writes the token that ends a turn, the tokenizer names the end of sequence, and engines stop at the tokens in
+generation_config.json or config.json. In some published or trained models these differ, and an answer would run on to the token
+limit. Owns the tokens that a request must add so that every engine stops at all of them.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from millrace.core.plain_text import whole
 class AnswerEnds:
     """Ids of the tokens that end an answer."""
 
-    engine: tuple[int, ...] = ()  # at which engines stop by the model's files
-    turn: int | None = None  # that ends a turn, as the chat template writes it
+    engine: tuple[int, ...] = ()  # engines stop at these by the model's files
+    turn: int | None = None  # ends a turn in the chat template
     eos: int | None = None  # the tokenizer's end of sequence
     special: Mapping[str, int] = field(
         default_factory=dict
-    )  # special tokens by their texts, which no answer's text has
+    )  # ids of special tokens by text; an answer's text has none of them
 
     @property
     def added(self) -> list[int]:
-        """What the model's files do not name: requests name it, and so does an export."""
+        """The tokens that the model's files lack. Requests add them, and so does an export."""
         named = (token for token in (self.turn, self.eos) if token is not None)
         return [token for token in dict.fromkeys(named) if token not in self.engine]
 
     @property
     def named(self) -> dict[str, list[int]]:
-        """The tokens that the model's files name, and those that requests name beside them."""
+        """The tokens in the model's files, and the tokens that requests add."""
         return {"model": list(self.engine), "requests": self.added}
 
     def trained(self, chat: bool) -> int | None:
-        """The token that ends a reference answer. chat: the prompt is written by the chat template."""
+        """The token that ends a reference answer. chat: the chat template writes the prompt."""
         return self.turn if chat and self.turn is not None else self.eos
 
     def stops(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """What a request's `stop` and `stop_token_ids` become. A text that is a special token is its id, for every engine alike.
+        """The `stop` and `stop_token_ids` to send for a request's. A text that is a special token becomes its id, for every engine.
 
-        Raises EngineError for a text that no answer can have.
+        Raises EngineError for a text that no answer can contain.
         """
         texts, ids = params.get("stop"), params.get("stop_token_ids")
         hidden = self.special if params.get("skip_special_tokens", True) else {}
@@ -59,11 +59,11 @@ class AnswerEnds:
         return {"stop": left or None, "stop_token_ids": every or None}
 
 
-REMEDY = "give the special token alone, which is then a token to stop at, or text without it"
+REMEDY = "give only the special token, and answers stop at it, or give text without it"
 
 
 def unseen(stop: str, special: Mapping[str, int] | Sequence[str]) -> str | None:
-    """Why a text to stop at is never found in an answer; None if it may be. special: texts of the special tokens."""
+    """Why no answer can contain this stop text; None if it can. special: texts of the special tokens."""
     if whole(stop) != stop:
         return "it has half a character, which no answer has"
     inside = next((token for token in special if token in stop and token != stop), None)
@@ -73,9 +73,9 @@ def unseen(stop: str, special: Mapping[str, int] | Sequence[str]) -> str | None:
 def unseen_by_row(
     metadata: Mapping[str, Any], special: Mapping[str, int] | Sequence[str], size: int
 ) -> str | None:
-    """Why a row's own stops, in its metadata, are never found in an answer; None if they may be.
+    """Why no answer can contain one of the stops in a row's metadata; None if it can contain all.
 
-    special: texts of the special tokens, if an answer's text lacks them. size: of the vocabulary.
+    special: texts of the special tokens, if answers' texts lack them. size: of the vocabulary.
     """
     own = metadata.get(SAMPLING) or {}
     for text in own.get(STOP, ()):

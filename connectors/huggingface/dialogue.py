@@ -1,7 +1,6 @@
-"""A dialogue of several turns as token ids: how it opens, what is added to it, and what is read in a turn.
+"""A dialogue of several turns as token ids: its opening, the messages added to it, and the parsing of turns.
 
-Owns that text becomes tokens once: what was generated stays as it is, and only new messages are rendered. Knows nothing of
-who generates.
+Owns that text is tokenised once: generated tokens never change, and only new messages are rendered. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from millrace.core.errors import ConfigError
 from millrace.core.model_folder.chat_templates import TemplateRefusedError
 from millrace.core.sessions.interface import ToolCall, Turn
 
-SHOWN = 400  # characters of the prompt's end, from which a reader sees what the template has begun
+SHOWN = 400  # tokens of the prompt's end, in which the parser sees what the template has already opened
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read in the text of a turn."""
+    """A turn's text, parsed."""
 
     content: str
     thinking: str
@@ -36,17 +35,17 @@ class Reading:
 
 @dataclass(frozen=True)
 class TrainedDialogue:
-    """A whole dialogue as token ids. The response begins with the first trained turn."""
+    """A whole dialogue as token ids. The response starts with the first trained turn."""
 
     prompt_tokens: list[int]
     tokens: list[int]  # of the response
     mask: list[int]  # of the response; 1: trained
-    text: str  # of the response, for reading
-    turns: int  # that are trained
+    text: str  # of the response, for people
+    turns: int  # number of trained turns
 
 
 class Dialogues:
-    """The dialogues of a run. `chat`: with the template; else texts follow one another as they are."""
+    """The dialogues of a run. `chat`: write them by the template; otherwise texts are just concatenated."""
 
     def __init__(self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer = tokenizer
@@ -57,12 +56,12 @@ class Dialogues:
         self._ends = ends_of(tokenizer.tokenizer)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, for reading."""
+        """Text of token ids, for people and parsers."""
         text: str = self._tokenizer.tokenizer.decode(list(ids))
         return text
 
     def opening(self, messages: Sequence[Message], chat: bool, options: ChatOptions = PLAIN) -> list[int]:
-        """Token ids of a prompt of its own."""
+        """Token ids of the prompt that opens a dialogue."""
         if not chat:
             return self._tokenizer.encode_opening(_joined(messages))
         return self._encode(self._renderer(options)(messages, True))
@@ -70,9 +69,9 @@ class Dialogues:
     def following(
         self, messages: Sequence[Message], ids: Sequence[int], chat: bool, options: ChatOptions = PLAIN
     ) -> list[int]:
-        """Token ids to add to a dialogue `ids`, whose last turn it ends.
+        """Token ids of new messages, to append to a dialogue `ids` that ends with a turn.
 
-        Where the turn does not end as the template ends turns, that comes first. Raises ValueError where the template refuses them.
+        If the turn lacks the template's end of a turn, the ids start with it. Raises ValueError if the template refuses the messages.
         """
         if not chat:
             return self._encode(_joined(messages))
@@ -83,17 +82,17 @@ class Dialogues:
     def trained(
         self, messages: Sequence[Message], numbers: Sequence[int], options: ChatOptions = PLAIN
     ) -> TrainedDialogue:
-        """The whole dialogue, with the turns trained that these messages are.
+        """The whole dialogue, in which the turns with these message numbers are trained.
 
-        Cut as a rollout grows: what is said before a turn, the turn, and what follows it become tokens apart, so that a trained
-        token never holds text of others. Raises ValueError, with `kind of reason: details`, where `pieces` does; ConfigError
-        for a tokenizer whose texts do not join.
+        It is cut as a rollout grows: the text before a turn, the turn, and the text after it are tokenised separately, so that a
+        trained token never holds text of others. Raises the ValueError of `pieces`, with `kind of reason: details`, and ConfigError
+        if the tokenizer's texts do not join.
         """
         if not self._joins:
             raise ConfigError(
                 "the tokenizer puts a space before every text, so that the turns of a dialogue cannot be cut exactly",
                 where="model.tokenizer",
-                remedy="name one that does not (in tokenizer.json: prepend_scheme never), or set loss_on=answer",
+                remedy="name another tokenizer (in tokenizer.json: prepend_scheme never), or set loss_on=answer",
             )
         cut = pieces(self._renderer(options), for_template(messages), numbers, self._ends)
         ids = self._tokenizer.encode_texts([piece.text for piece in cut])
@@ -108,11 +107,11 @@ class Dialogues:
 
     @cached_property
     def _joins(self) -> bool:
-        """Whether texts that become tokens apart are the text that they are together."""
+        """Whether texts that are tokenised separately decode to their concatenation."""
         return self.decode([*self._encode("a"), *self._encode("b")]) == "ab"
 
     def read(self, text: str, prompt_ids: Sequence[int], options: ChatOptions = PLAIN) -> Reading:
-        """Thinking, content and tool calls of a turn. One that cannot be read is all content, with the problem."""
+        """Thinking, content and tool calls of a turn. If the turn cannot be parsed, all of it is content, with the problem."""
         if self._template is None:
             return Reading(self._without_end(text), "", [], None)
         from transformers.utils.chat_parsing import parse_response
@@ -135,7 +134,7 @@ class Dialogues:
         prompt_ids: Sequence[int],
         options: ChatOptions = PLAIN,
     ) -> Turn:
-        """A generated turn, read."""
+        """A generated turn, parsed."""
         reading = self.read(text, prompt_ids, options)
         return Turn(
             text=text,
@@ -164,7 +163,7 @@ class Dialogues:
         except TemplateRefusedError as error:
             raise ValueError(f"the chat template refuses: {error.message}") from error
         except ConfigError as error:
-            # a message may be the cause, so it ends its rollout and not the run
+            # one row's message may be the cause, so the error ends the rollout, not the run
             raise ValueError(str(error)) from error
 
     def _encode(self, text: str) -> list[int]:
@@ -177,7 +176,7 @@ class Dialogues:
 
 
 def ends_of(tokenizer: Any) -> list[str]:
-    """Texts of the tokens that may end a turn: the tokenizer's special ones, its end of sequence first."""
+    """Texts of the tokens that may end a turn: the tokenizer's special tokens, with the end of sequence first."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     special = [tokenizer.eos_token, *added]
     return [token for token in dict.fromkeys(special) if token]
@@ -191,5 +190,5 @@ def _call(item: Mapping[str, Any]) -> ToolCall:
     function = item["function"]
     arguments = function["arguments"]
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"the arguments of {function['name']} are no object")
+        raise ValueError(f"the arguments of {function['name']} are not an object")
     return ToolCall(str(function["name"]), dict(arguments))

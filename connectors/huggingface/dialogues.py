@@ -1,4 +1,4 @@
-"""Dialogues that show whether a chat template leaves what it wrote before alone: by what follows a turn, and what the turn holds."""
+"""Test dialogues that show whether a chat template rewrites earlier text: various turns, followed by various messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = {
 
 
 def dialogues(follows: Follows) -> dict[str, list[Message]]:
-    """Dialogues of two and three turns, by name, in which messages of a role follow the turns."""
+    """Dialogues of two and three turns, by name. `follows`: the role of the messages after each turn."""
     turns: dict[str, Message] = {f"{name} text": {"content": text} for name, text in TEXTS.items()}
     turns["thinking"] = {"content": "Yes.", "reasoning_content": "Let me see.\nTwo and two."}
     turns["thinking alone"] = {"content": "", "reasoning_content": "Hm."}
@@ -34,7 +34,7 @@ def dialogues(follows: Follows) -> dict[str, list[Message]]:
 
 
 def _dialogue(follows: Follows, turn: Message, answer: str, parallel: bool) -> list[Message]:
-    """Two turns that are answered, and a last one. The text of a turn that thinks in it stands alone: no calls follow it."""
+    """Two answered turns and a last turn. A turn with thinking in its text stands alone, without calls."""
     asked: Message = {"role": "user", "content": "What is 2 + 2?"}
     said: Message = {"role": "assistant", **turn}
     if follows == "user":

@@ -1,6 +1,6 @@
-"""Models that are named as on Hugging Face: found in its cache on this host, or downloaded there.
+"""Models given by their Hugging Face name: found in the cache on this host, or downloaded to it.
 
-huggingface_hub does the work; HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN mean what they mean to it. No token is shown or
+huggingface_hub does the work, so HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN have their usual meaning. No token is shown or
 stored here.
 """
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 GET = "give a checkpoint folder: one you have, or one made by `hf download NAME --local-dir FOLDER`"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*")  # configuration, tokenizer, chat template
 WEIGHTS = "*.safetensors"
-PATIENCE_S = 5.0  # for the site's answer
+PATIENCE_S = 5.0  # seconds for the site's answer
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A model at one commit. `whole`: its weights are there too."""
+    """A model at one commit. `whole`: the folder has the weights too."""
 
     folder: str
     commit: str
@@ -33,15 +33,15 @@ class Snapshot:
 
 
 def is_named(model: Model) -> bool:
-    """Whether model.path is a name on Hugging Face, and no folder."""
+    """Whether model.path is a name on Hugging Face, not a folder."""
     return is_name(model.path) and not Path(model.path).exists()
 
 
 def snapshot(model: Model, commit: str | None = None, weights: bool = True) -> Snapshot:
-    """The files of a named model on this host; those that are missing are downloaded.
+    """The files of a named model on this host. Downloads missing files.
 
-    commit: that of the run, if it has one; else model.revision decides. weights: whether the weights are downloaded too.
-    Where the network or the site does not answer, what the cache holds is taken. Raises ConfigError naming field and remedy.
+    commit: the run's commit, if it has one; otherwise model.revision decides. weights: download the weights too.
+    If the network or the site does not answer, uses the cache. Raises ConfigError naming field and remedy.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HTTPError, RevisionNotFoundError  # type: ignore[attr-defined]  # of the library below
@@ -51,7 +51,7 @@ def snapshot(model: Model, commit: str | None = None, weights: bool = True) -> S
         return _found(model, held, weights)
     revision = commit or model.revision
     try:
-        # asked first: the download itself waits half a minute for a site that does not answer
+        # before the download, which would wait half a minute for a site that does not answer
         HfApi().model_info(model.path, revision=revision, timeout=PATIENCE_S)
         folder = snapshot_download(model.path, revision=revision, allow_patterns=files)
     except (OSError, ValueError, HTTPError) as error:
@@ -69,7 +69,7 @@ def _found(model: Model, folder: str, weights: bool) -> Snapshot:
 
 
 def _cached(model: Model, revision: str | None, files: list[str]) -> str | None:
-    """The folder of a revision in the cache, None unless it holds each of these files that the model has."""
+    """The folder of a revision in the cache; None unless it holds all of these files that the model has."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, IncompleteSnapshotError
 
@@ -80,14 +80,14 @@ def _cached(model: Model, revision: str | None, files: list[str]) -> str | None:
 
 
 def _refusal(model: Model, commit: str | None, error: Exception) -> ConfigError:
-    """What a user reads of an error of huggingface_hub."""
+    """The error for the user, made from huggingface_hub's error."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):
         return ConfigError(
             "no such folder, and on Hugging Face its terms must be accepted first",
             where="model.path",
-            remedy=f"accept them at https://huggingface.co/{model.path}, and set HF_TOKEN to a token of yours",
+            remedy=f"accept them at https://huggingface.co/{model.path}, and set HF_TOKEN to your token",
         )
     if isinstance(error, RepositoryNotFoundError):
         return ConfigError(

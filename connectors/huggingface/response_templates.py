@@ -1,8 +1,8 @@
-"""How the answers of model families are read: thinking, content and tool calls, as templates for transformers' own parser.
+"""Templates by which transformers parses the answers of model families into thinking, content and tool calls.
 
-A tokenizer that brings a `response_template` is read by it. These are for the families whose folders have none yet; which one
-fits is seen in the chat template. Formats: Qwen's and Hermes' `<tool_call>` JSON, Qwen3-Coder's XML, Llama 3's JSON, GLM-4's
-keys and values, DeepSeek's marked calls.
+If a tokenizer has a `response_template`, that is used. These are for families whose folders have none yet; the chat template
+shows which family it is. Formats: Qwen's and Hermes' `<tool_call>` JSON, Qwen3-Coder's XML, Llama 3's JSON, GLM-4's keys and
+values, DeepSeek's marked calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _template(anchor: str, end: str, **fields: Template) -> Template:
 
 
 FAMILIES: dict[str, tuple[str, Template]] = {
-    # name: what only its chat template writes, and how its answers are read
+    # name: text that only this family's chat template has, and the template for its answers
     "deepseek": (
         "<｜tool▁call▁begin｜>",
         _template(
@@ -121,12 +121,12 @@ FAMILIES: dict[str, tuple[str, Template]] = {
 
 
 def family_for(chat_template: str | None) -> str | None:
-    """The family whose form of answers a chat template writes; None if it is of none of them."""
+    """The family whose answers have the form that a chat template writes; None if it is none of these."""
     found = (name for name, (mark, _) in FAMILIES.items() if chat_template and mark in chat_template)
     return next(found, None)
 
 
 def template_for(chat_template: str | None) -> Template | None:
-    """The family's template, seen in what its chat template writes; None if it is of none of them."""
+    """The response template of the family that a chat template belongs to; None if it is none of these."""
     family = family_for(chat_template)
     return FAMILIES[family][1] if family else None

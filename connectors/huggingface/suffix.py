@@ -1,8 +1,8 @@
-"""What a chat template writes for the messages that follow a turn, and whether that is all it changes.
+"""Renders the messages that follow a turn by a chat template, and checks that the template does not rewrite earlier text.
 
-A dialogue of several turns grows by suffixes: the tokens so far stay, and only what is new is rendered. That is what the
-template itself would send as long as it leaves what it wrote before alone: `first_difference` looks for a dialogue in which
-it does not. Knows nothing of tokenizers; a template is a function from messages to text.
+A dialogue of several turns grows by suffixes: earlier tokens stay, and only new messages are rendered. This equals the template's
+text of the whole dialogue if the template never changes earlier text: `first_difference` looks for a dialogue in which it does.
+Knows nothing of tokenizers; a template is a function from messages to text.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]
-MARK = "9f3c-turn"  # stands for a turn; no template writes it
+MARK = "9f3c-turn"  # placeholder for a turn, which no template writes
 THOUGHT = "</think>"
 ASKED: Message = {"role": "user", "content": "question"}
 CALLED = {"type": "function", "function": {"name": "tool", "arguments": {}}}
 
 
 class Render(Protocol):
-    """A chat template. Raises ValueError with its message where it refuses."""
+    """A chat template. Raises ValueError with the template's message if it refuses."""
 
     def __call__(self, messages: Sequence[Message], for_answer: bool) -> str: ...
 
 
 def suffix(render: Render, new: Sequence[Message], ends: Sequence[str]) -> tuple[str, str]:
-    """The text that ends a turn, and the text after it: the new messages and what begins the next turn.
+    """The text that ends a turn, and the text after it: the new messages and the start of the next turn.
 
-    ends: texts of the tokens that may end a turn. The first is empty where the template ends turns otherwise.
-    Raises ValueError where the template takes no such messages after a turn.
+    ends: texts of the tokens that may end a turn. If the template ends turns in another way, the first text is empty.
+    Raises ValueError if the template does not accept such messages after a turn.
     """
     tail = _after_turn(render, new, ends)
     end = next((end for end in ends if end and tail.lstrip("\n").startswith(end)), "")
@@ -36,7 +36,7 @@ def suffix(render: Render, new: Sequence[Message], ends: Sequence[str]) -> tuple
 
 
 def turn_end(render: Render, ends: Sequence[str]) -> str | None:
-    """The token by which a template ends a turn. None if it has none, or takes no message after a turn."""
+    """The token by which a template ends a turn. None if it has none, or accepts no message after a turn."""
     try:
         return suffix(render, [ASKED], ends)[0] or None
     except ValueError:
@@ -50,7 +50,7 @@ def _after_turn(render: Render, new: Sequence[Message], ends: Sequence[str]) -> 
     except ValueError:
         if new[0].get("role") != "tool":
             raise
-        return _after_call(render, new, ends)  # it takes a tool's answer after a call alone
+        return _after_call(render, new, ends)  # the template accepts a tool's answer only after a call
     _, found, tail = text.rpartition(MARK)
     if not found:
         raise ValueError("it leaves out what the policy said")
@@ -58,7 +58,7 @@ def _after_turn(render: Render, new: Sequence[Message], ends: Sequence[str]) -> 
 
 
 def _after_call(render: Render, new: Sequence[Message], ends: Sequence[str]) -> str:
-    """The same after a turn that calls as many tools as answer: the text without them is cut off."""
+    """The same after a turn with a call for each tool's answer: renders with and without the answers, and cuts the common text."""
     calls = [CALLED] * sum(message.get("role") == "tool" for message in new)
     base = [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}]
     before, text = render(base, False).rstrip("\n"), render([*base, *new], True)
@@ -69,20 +69,20 @@ def _after_call(render: Render, new: Sequence[Message], ends: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the template's own text leaves the one that grew by suffixes."""
+    """The first difference between the template's text of a dialogue and the text that grew by suffixes."""
 
     dialogue: str  # its name
-    grown: str  # both from shortly before the first character that differs
+    grown: str  # both texts, from the first character that differs
     rendered: str
 
 
 def first_difference(
     render: Render, dialogues: Mapping[str, Sequence[Message]], ends: Sequence[str]
 ) -> Difference | None:
-    """The first dialogue that the template renders otherwise than it grew. None if there is none.
+    """The first dialogue whose rendered text differs from the text that grew by suffixes. None if all are equal.
 
-    Each begins with messages of others and alternates from then on: a turn of the assistant, messages of others. One that the
-    template refuses says nothing. Raises ValueError, as the template does, if it refuses all.
+    Each dialogue starts with messages of others; then turns of the assistant and messages of others alternate. Skips dialogues that
+    the template refuses. Raises the template's ValueError if it refuses all.
     """
     refused: ValueError | None = None
     for number, (name, dialogue) in enumerate(dialogues.items()):
@@ -108,7 +108,7 @@ def _difference(
         sent = render(dialogue[:at], True)
         end, tail = suffix(render, dialogue[at + 1 : following], ends)
         content = str(dialogue[at].get("content"))
-        # a turn that is given as it was generated, thinking and all, else as the template writes it
+        # a turn with thinking in its text was generated in this form; others take the template's form
         raw = content if THOUGHT in content else render(dialogue[: at + 1], False).removeprefix(sent)
         grown += raw.rstrip("\n").removesuffix(end) + end + tail if end else raw + tail
         rendered = render(dialogue[:following], True)

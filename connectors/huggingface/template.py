@@ -1,6 +1,6 @@
 """A checkpoint folder's tokenizer files and chat template, read without transformers.
 
-Owns the checks that take a fraction of a second, before anything starts. The tokens of a run come from `tokenizer`.
+Owns checks that take a fraction of a second, before anything starts. A run's tokens come from `tokenizer`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TokenizerFolder:
-    """The files of a tokenizer. Raises ValueError saying what is wrong with them."""
+    """The files of a tokenizer. Raises ValueError with the problem if they cannot be used."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -29,7 +29,7 @@ class TokenizerFolder:
         self.special = {name: _text(self.config[name]) for name in SPECIAL if self.config.get(name)}
 
     def ends(self) -> list[str]:
-        """Texts of the tokens that may end a turn: the special ones, the end of sequence first."""
+        """Texts of the tokens that may end a turn: the special tokens, with the end of sequence first."""
         added = [
             _text(token)
             for token in (self.config.get("added_tokens_decoder") or {}).values()
@@ -39,7 +39,7 @@ class TokenizerFolder:
         return [token for token in dict.fromkeys([self.special.get("eos_token", ""), *added, *more]) if token]
 
     def template(self) -> str | None:
-        """The tokenizer's own chat template. chat_template.json is a processor's, and no tokenizer reads it."""
+        """The tokenizer's chat template. Ignores chat_template.json, which belongs to a processor; tokenizers do not read it."""
         file = self.folder / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ class TokenizerFolder:
         return template if isinstance(template, str) else None
 
     def load(self) -> Any:
-        """The tokenizer as an object of the tokenizers library; None if the folder holds other formats alone."""
+        """The tokenizer as an object of the tokenizers library; None if the folder has only other formats."""
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             return None
@@ -77,13 +77,13 @@ class TokenizerFolder:
 
 
 class ChatTemplate:
-    """A chat template, run as transformers runs it. Raises ValueError with the line that does not parse."""
+    """A chat template, rendered as transformers does. Raises ValueError with the line that does not parse."""
 
     def __init__(self, text: str, special: Mapping[str, str]) -> None:
         self.text = text
         self._special = dict(special)
         self.variables = renderer().variables(text)
-        """Names that it reads and does not set itself."""
+        """The variables that it reads and does not set."""
 
     def render(
         self,
@@ -93,9 +93,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a prompt, ready for an answer if `for_answer`; with what is shown of tools, and the template's variables.
+        """The text of a prompt, with tools and the template's variables; ready for an answer if `for_answer`.
 
-        Raises ValueError with the template's own message, or with the limit that it breaks.
+        Raises ValueError with the template's message, or with the limit that it exceeds.
         """
         messages: list[Mapping[str, Any]] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -114,7 +114,7 @@ class ChatTemplate:
 
 
 def last_text(prompt: Prompt) -> str:
-    """Text that a rendered prompt must contain: that of its last message, stripped."""
+    """Text that a rendered prompt must contain: its last message's, stripped."""
     return (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))).strip()
 
 

@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TOOL_TEMPLATE = (  # with tools: their names and parameters first, and a call as `name(parameter=value)`
+TOOL_TEMPLATE = (  # starts with the tools' names and parameters, and writes a call as `name(parameter=value)`
     "{% if tools %}<system>{% for tool in tools %}{{ tool['function']['name'] }}"
     "({{ tool['function']['parameters']['properties'] | join(',') }}){% endfor %}{% endif %}"
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] or '' }}"
@@ -25,7 +25,7 @@ TOOL_TEMPLATE = (  # with tools: their names and parameters first, and a call as
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-RESPONSE_TEMPLATE: dict[str, Any] = {  # how such calls are read
+RESPONSE_TEMPLATE: dict[str, Any] = {  # parses such calls
     "start_anchor": "<assistant>",
     "defaults": {"role": "assistant"},
     "fields": {
@@ -63,7 +63,7 @@ def build_tiny_model(
 ) -> Path:
     """Write a randomly initialised Qwen3 (Qwen3-MoE if `experts`) with a character-level tokenizer; returns the folder.
 
-    tools: its chat template shows tools, and its calls of them can be read.
+    tools: the chat template shows tools, and tool calls can be parsed.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -96,7 +96,7 @@ def build_tiny_model(
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
     target = Path(folder)
-    progress.disable_progress_bar()  # for one small file
+    progress.disable_progress_bar()  # of no use for one small file
     model.save_pretrained(target)
     build_tokenizer(tools).save_pretrained(target)
     return target
@@ -108,7 +108,8 @@ def build_tokenizer(tools: bool = False) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     roles = ["<system>", "<user>", "<assistant>", *(["<tool>"] if tools else [])]
-    tokens = dict.fromkeys([*SPECIAL, *CHARACTERS, *roles])  # a tool's role last: the others keep their ids
+    # the tool's role is last, so that the other tokens have the same ids with and without it
+    tokens = dict.fromkeys([*SPECIAL, *CHARACTERS, *roles])
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

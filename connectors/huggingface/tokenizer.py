@@ -34,9 +34,9 @@ class PromptTokenizer:
         folder: str | None = None,
         template_of: str = "",
     ) -> None:
-        """tools: what the model is shown of functions that it may call, in every prompt. folder: of the model.
+        """tools: schemas of the functions that the model may call, shown in every prompt. folder: the model's.
 
-        template_of: the field that names the chat template, and its value.
+        template_of: the field that names the chat template, with its value, for error messages.
         """
         self._template_of = template_of
         self.tokenizer = tokenizer
@@ -45,16 +45,16 @@ class PromptTokenizer:
 
     @property
     def kind(self) -> str:
-        """The tokenizer's class, as `load` takes it."""
+        """The tokenizer's class, in the form that `load` accepts."""
         return _kind(self.tokenizer)
 
     @classmethod
     def load(
         cls, model: Model, tools: Sequence[Mapping[str, Any]] = (), kind: str | None = None
     ) -> PromptTokenizer:
-        """Load from model.tokenizer, else from model.path. model.chat_template replaces the template.
+        """Load from model.tokenizer, by default model.path. model.chat_template replaces the template.
 
-        kind: its class, if another process has chosen it.
+        kind: the tokenizer's class, if another process has chosen it.
         Raises ConfigError naming the field.
         """
         field, folder = (
@@ -92,7 +92,7 @@ class PromptTokenizer:
     ) -> list[list[int]]:
         """Token ids of prompts, ready for generation. With `chat`, a string becomes one user message.
 
-        options: of each prompt.
+        options: one for each prompt.
         """
         if not prompts:
             return []
@@ -107,7 +107,7 @@ class PromptTokenizer:
         ]
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts that follow others, or that a chat template wrote: the tokenizer adds nothing to them."""
+        """Token ids of texts that follow other texts, or come from a chat template. The tokenizer adds no special tokens."""
         ids: list[list[int]] = self.tokenizer([*map(whole, texts)], add_special_tokens=False)["input_ids"]
         return ids
 
@@ -116,14 +116,14 @@ class PromptTokenizer:
         return [*self._before_text, *self.encode_texts([text])[0]]
 
     def encode_response(self, text: str, chat: bool) -> list[int]:
-        """Token ids of a reference answer with the token that ends it. chat: the prompt is written by the chat template."""
+        """Token ids of a reference answer with the token that ends it. chat: the chat template writes the prompt."""
         ids = self.encode_texts([text])[0]
         end = self.ends.trained(chat)
         return ids if end is None else [*ids, end]
 
     @cached_property
     def ends(self) -> AnswerEnds:
-        """Where answers end."""
+        """The tokens that end answers."""
         tokens = self.tokenizer.added_tokens_decoder
         special = {str(token): number for number, token in tokens.items() if token.special}
         turn = self._turn_end([text for text in (self.tokenizer.eos_token, *special) if text])
@@ -135,7 +135,7 @@ class PromptTokenizer:
         )
 
     def _turn_end(self, ends: Sequence[str]) -> str | None:
-        """The token by which the chat template ends a turn. None if it has none, or takes no message after a turn."""
+        """The token by which the chat template ends a turn. None if it has none, or accepts no message after a turn."""
         if self.tokenizer.chat_template is None:
             return None
 
@@ -151,11 +151,11 @@ class PromptTokenizer:
         )
 
     def unseen_by_row(self, metadata: Mapping[str, Any], *, skips_special: bool) -> str | None:
-        """Why stops in a row's metadata are never found in an answer; None if they may be. skips_special: of its answers' texts."""
+        """Why no answer can contain the stops in a row's metadata; None if it can. skips_special: answers' texts omit special tokens."""
         return unseen_by_row(metadata, self.ends.special if skips_special else (), len(self.tokenizer))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of an answer's token ids, as an engine gives it."""
+        """The text of an answer's token ids, as an engine returns it."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -189,9 +189,9 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the chat template writes of messages.
+        """The text that the chat template writes for messages.
 
-        Errors: TemplateRefusedError; ConfigError for a template that takes more time or memory than it may.
+        Errors: TemplateRefusedError; ConfigError if the template exceeds its time or memory limit.
         """
         try:
             return apply_template(
@@ -206,7 +206,7 @@ class PromptTokenizer:
 
 
 def is_plain(prompt: Prompt, chat: bool) -> bool:
-    """Whether a prompt is sent as it is, without the chat template."""
+    """Whether a prompt is sent unchanged, without the chat template."""
     return isinstance(prompt, str) and not chat
 
 
@@ -216,13 +216,13 @@ def _kind(tokenizer: Any) -> str:
 
 
 def _chosen(folder: str) -> Any:
-    """The tokenizer of the class that transformers chooses by a folder's files."""
+    """Load the tokenizer with the class that transformers chooses for a folder's files."""
     kind = remembered_kind(folder)
     if kind is not None:
         return _class(kind).from_pretrained(folder)
     from transformers import AutoTokenizer
 
-    # without a word, transformers asks on the terminal whether the folder's code may run
+    # without this argument, transformers asks on the terminal whether the folder's code may run
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     remember_kind(folder, _kind(tokenizer))
     return tokenizer

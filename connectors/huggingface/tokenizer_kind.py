@@ -1,7 +1,7 @@
-"""Which class of tokenizer transformers chooses for a model's folder, remembered in MILLRACE_HOME.
+"""Caches in MILLRACE_HOME which tokenizer class transformers chooses for a model's folder.
 
-To choose it, transformers imports torch, scikit-learn and pandas: 400 MiB, and more than half of the seconds in which a driver
-starts. A folder's small files and the installed versions settle the answer, so a process asks only for a folder that is new.
+To choose it, transformers imports torch, scikit-learn and pandas: 400 MiB, and more than half of a driver's start time. The choice
+depends only on the folder's small files and the installed versions, so only a new folder needs the imports.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from millrace.connectors.storage.local import home, write_whole
 
 READ_FILES = ("config.json", "tokenizer_config.json")
 LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "mistral-common", "torch")
-# a folder's own code is not installed, and may change
+# only transformers' classes: code in a model's folder is not installed, and may change
 KIND = re.compile(r"transformers\.[\w.]+:\w+")
-KEPT = 100  # records, the newest
+KEPT = 100  # newest records
 
 
 def remembered_kind(folder: str) -> str | None:
-    """The kind that was chosen for these files under these versions, as `module:class`; None if no process has asked yet."""
+    """The class chosen for these files and versions, as `module:class`; None if it is not cached."""
     record = _record(folder)
     if record is None:
         return None
@@ -30,12 +30,12 @@ def remembered_kind(folder: str) -> str | None:
         kind = record.read_text()
     except FileNotFoundError:
         return None
-    # what is named is imported: nothing but what remember_kind may have written
+    # the caller imports this name, so accept only what remember_kind writes
     return kind if KIND.fullmatch(kind) else None
 
 
 def remember_kind(folder: str, kind: str) -> None:
-    """Keep the answer for later processes."""
+    """Store the class for later processes."""
     record = _record(folder)
     if record is None or not KIND.fullmatch(kind):
         return
@@ -46,13 +46,13 @@ def remember_kind(folder: str, kind: str) -> None:
 
 
 def _record(folder: str) -> Path | None:
-    """Where the answer is kept; None if the folder is not on this host, and transformers would look for a name on the Hub."""
+    """The cache's file; None if the folder is not on this host, since transformers would look for the name on the Hub."""
     path = Path(folder)
     if not path.is_dir():
         return None
     settled_by = {
         "versions": [_version(name) for name in LIBRARIES],
-        # transformers knows some models by the beginning of their names, which no absolute path has
+        # transformers recognises some models by the start of their names; an absolute path never matches
         "name": "" if path.is_absolute() else folder,
         "files": sorted(each.name for each in path.iterdir() if each.is_file()),
         "contents": [_hash(path / name) for name in READ_FILES],

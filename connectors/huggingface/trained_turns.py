@@ -1,8 +1,8 @@
-"""A whole dialogue as the chat template writes it, cut where trained turns begin and end.
+"""Cuts the chat template's text of a dialogue at the start and end of trained turns.
 
-A trained turn is what the template adds to the prompt that would have asked for it: content, tool calls, and the token that
-ends the turn. Each cut is proven: the prompt, and the prompt with the turn, must be how the whole text begins. A template that
-writes earlier turns otherwise later, as those do that drop their thinking, is refused. No text is searched.
+A trained turn is the text that the template adds to the prompt that asks for it: content, tool calls, and the token that ends the
+turn. Each cut is proven: the whole text must start with the prompt, and with the prompt and the turn. A template that later
+rewrites earlier turns, for example to drop their thinking, is refused. No text is searched for.
 Knows nothing of tokenizers; a template is a function from messages to text.
 """
 
@@ -18,7 +18,7 @@ REMEDY = "loss_on: last_assistant trains the last turn alone; model.chat_templat
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of a dialogue, all of it trained or none. Pieces become tokens one by one."""
+    """A part of a dialogue's text, trained or not. Pieces are tokenised separately."""
 
     text: str
     trained: bool
@@ -27,10 +27,10 @@ class Piece:
 def pieces(
     render: Render, messages: Sequence[Message], trained: Sequence[int], ends: Sequence[str]
 ) -> list[Piece]:
-    """The dialogue's text in pieces, from its beginning; the second is the first trained turn.
+    """The dialogue's text in pieces, in order; the second piece is the first trained turn.
 
-    trained: numbers of the messages that are. ends: texts of the tokens that may end a turn. Raises ValueError, with
-    `kind of reason: details`, where the template refuses the dialogue, rewrites a turn, or ends one with no such token.
+    trained: numbers of the trained messages. ends: texts of the tokens that may end a turn. Raises ValueError, with
+    `kind of reason: details`, if the template refuses the dialogue, rewrites a turn, or ends a turn without such a token.
     """
     assert trained, "a dialogue has something to train"
     whole, at = render(messages, False), 0
@@ -41,7 +41,7 @@ def pieces(
             raise ValueError(f"no prompt: nothing comes before message {number}, which is trained")
         if not whole.startswith(prompt):
             raise ValueError(
-                f"rewritten turn: the chat template writes what comes before message {number} otherwise than in the prompt "
+                f"rewritten turn: the chat template writes the text before message {number} differently than in the prompt "
                 f"that asks for it; {REMEDY}"
             )
         turn, beyond = _turn(render, messages, number, prompt, whole, ends)
@@ -55,7 +55,7 @@ def pieces(
 def _turn(
     render: Render, messages: Sequence[Message], number: int, prompt: str, whole: str, ends: Sequence[str]
 ) -> tuple[str, int]:
-    """The text of a turn with the token that ends it, and how many characters of it the whole text lacks."""
+    """The text of a turn with the token that ends it, and the number of its characters that the whole text lacks."""
     said = render(messages[: number + 1], False)
     turn = said[len(prompt) :]
     ended = any(end and turn.rstrip().endswith(end) for end in ends)
@@ -63,11 +63,11 @@ def _turn(
         turn = turn.rstrip()
     if not (said.startswith(prompt) and whole.startswith(prompt + turn)):
         raise ValueError(
-            f"rewritten turn: the chat template writes message {number} otherwise once others follow it; {REMEDY}"
+            f"rewritten turn: the chat template writes message {number} differently once others follow; {REMEDY}"
         )
     if ended:
         return turn, 0
-    # the next message's first token ends the turn, as it is with GLM
+    # in some templates, such as GLM's, the next message's first token ends the turn
     rest = whole[len(prompt) + len(turn) :]
     gap = len(rest) - len(rest.lstrip("\n"))
     end = next((end for end in ends if end and rest[gap:].startswith(end)), "")
