@@ -3,7 +3,8 @@
 # make test         run the tests
 # make lint         check form, types, layers and the shape of the code
 # make docs         write the generated pages again
-# make lock         write requirements.hashes, the hashes of what requirements.lock names, as the package index gives them
+# make lock         write requirements.hashes, the hashes of what requirements.lock names, as the package index gives them;
+#                   make setup compares them, but for torch, which comes from an index of its own
 # make audit        ask for known advisories on what requirements.lock names; needs a network
 # WORKERS=2         processes that make test uses: much of a test is waiting for processes to start
 # GPU=1             take torch with CUDA instead of the CPU build
@@ -19,10 +20,13 @@ UV := $(shell command -v uv 2>/dev/null)
 # compiles, the installer does it: else every process would compile torch again
 COMPILE := $(PYTHONDONTWRITEBYTECODE)
 ifneq ($(UV),)
-INSTALL := $(UV) pip install --quiet $(if $(COMPILE),--compile-bytecode) --python $(VENV)/bin/python
+INSTALL := $(UV) pip install --quiet $(if $(COMPILE),--compile-bytecode) --python $(VENV)/bin/python --no-deps
 else
-INSTALL := $(PIP) install --quiet $(if $(COMPILE),,--no-compile) --only-binary=:all:
+INSTALL := $(PIP) install --quiet $(if $(COMPILE),,--no-compile) --no-deps
 endif
+HASHED := --require-hashes --only-binary :all: --requirement
+# A part of requirements.hashes, in a file
+PART = awk '/^\# part: / {taken = $$3 == "$(1)"} taken' requirements.hashes > $(VENV)/$(1).txt
 AUDIT := $(VENV)/audit
 ADVISORIES := https://pypi.org/pypi/pip/json
 TORCH_INSTALL := $(PIP) install --quiet $(if $(COMPILE),,--no-compile)
@@ -50,11 +54,15 @@ export ASK_INDEX
 
 setup: $(TOOLS)
 
-$(READY): pyproject.toml requirements.lock
+$(READY): pyproject.toml requirements.hashes
 	@$(PYTHON) -c "$$ASK_PYTHON"
-	@echo "1/3 a virtual environment with torch $(TORCH)"
+	@echo "1/3 a virtual environment with what millrace needs, by $(if $(UV),uv,pip)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade pip
+	$(call PART,pip)
+	$(PIP) install --quiet --no-deps $(HASHED) $(VENV)/pip.txt
+	$(call PART,needed)
+	$(INSTALL) $(HASHED) $(VENV)/needed.txt
+	@echo "2/3 torch $(TORCH)"
 ifneq ($(GPU),)
 	$(TORCH_INSTALL) torch==$(TORCH)
 else ifeq ($(shell uname -s),Linux)
@@ -63,13 +71,14 @@ else ifeq ($(shell uname -s),Linux)
 else
 	$(TORCH_INSTALL) torch==$(TORCH)
 endif
-	@echo "2/3 millrace and what it needs, by $(if $(UV),uv,pip)"
-	$(INSTALL) --constraint requirements.lock --editable .
+	$(INSTALL) --no-build-isolation --editable .
+	$(PIP) check
 	@echo "3/3 ready: $(VENV)/bin/millrace"
 	touch $(READY)
 
 $(TOOLS): $(READY)
-	$(INSTALL) --constraint requirements.lock --editable '.[dev]'
+	$(call PART,tests)
+	$(INSTALL) $(HASHED) $(VENV)/tests.txt
 	touch $(TOOLS)
 
 quickstart: $(READY)
@@ -90,8 +99,7 @@ docs: $(READY)
 	$(VENV)/bin/python -m benchmarks.page
 
 lock: $(TOOLS)
-	$(VENV)/bin/uv pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header --python-version 3.11 \
-		--output-file requirements.hashes requirements.lock
+	$(VENV)/bin/python -m tests.installed.hashes
 
 audit:
 	@$(PYTHON) -c "$$ASK_INDEX"

@@ -20,6 +20,7 @@ from millrace.connectors.sglang import server_args
 from millrace.core.config import RunConfig
 from millrace.flows.preflight import check_versions as versions
 from millrace.flows.preflight.tested_versions import EXACT, SHOWN, TESTED
+from tests.installed import hashes
 from tests.installed.passed import passed
 from tests.support.wrong_configs import GOOD
 
@@ -46,14 +47,9 @@ def test_every_package_that_is_needed_has_tested_versions_which_are_allowed() ->
     assert {*SHOWN, *versions.BECAUSE} <= set(TESTED)
 
 
-def locked() -> dict[str, str]:
-    lines = (REPOSITORY / "requirements.lock").read_text().splitlines()
-    return dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
-
-
 def test_tested_versions_are_those_of_the_lock_of_environments_that_passed_and_of_gpus() -> None:
     """`python -m tests.installed --keep` writes down an environment that passed."""
-    environments = [locked(), *passed().values(), ON_GPUS]
+    environments = [hashes.locked_versions(), *passed().values(), ON_GPUS]
     seen = {name: {found[name] for found in environments if name in found} for name in TESTED}
     assert {name: tuple(sorted(versions, key=Version)) for name, versions in seen.items()} == TESTED
 
@@ -183,20 +179,60 @@ def test_make_setup_says_which_python_it_takes(minor: int, tmp_path: Path) -> No
     assert not (tmp_path / "venv").exists()
 
 
+HASHED = hashes.read_parts(hashes.HASHES.read_text())
+
+
 def test_the_hashes_are_those_of_the_lock() -> None:
     """`make lock` was called after the last change of a version."""
-    locked = [line for line in (REPOSITORY / "requirements.lock").read_text().splitlines() if "==" in line]
-    entries = (REPOSITORY / "requirements.hashes").read_text().replace("\\\n", "").splitlines()
-    hashed = {entry.split()[0]: entry.split()[1:] for entry in entries}
-    assert {canonical(line) for line in locked} == {canonical(name) for name in hashed}
-    assert len(locked) == len(entries) > 200
-    digest = re.compile(r"--hash=sha256:[0-9a-f]{64}")
-    assert all(hashes and all(map(digest.fullmatch, hashes)) for hashes in hashed.values())
+    entries = [entry for part in HASHED.values() for entry in part.items()]
+    pinned = {name: str(requirement.specifier).removeprefix("==") for name, (requirement, _) in entries}
+    assert pinned == hashes.locked_versions()
+    assert len(entries) == len(pinned) > 200
+    digest = re.compile(r"sha256:[0-9a-f]{64}")
+    assert all(hashes and all(map(digest.fullmatch, hashes)) for _, (_, hashes) in entries)
 
 
-def canonical(pinned: str) -> str:
-    name, _, version = pinned.partition("==")
-    return f"{canonicalize_name(name)}=={version.strip()}"
+def test_the_parts_of_the_hashes_are_what_each_step_of_make_setup_needs() -> None:
+    """Without one, pip would have to look for it, and compare no hash."""
+    own, for_tests = needs_of("millrace"), needs_of("millrace", "dev")
+    assert [set(HASHED[part]) for part in (hashes.INSTALLER, hashes.TORCH)] == [{"pip"}, {"torch"}]
+    assert own <= {*HASHED[hashes.NEEDED], "torch"}
+    assert for_tests - own <= set(HASHED[hashes.TESTS])
+    assert not for_tests & set(HASHED[hashes.EXTRAS])
+    assert list(HASHED) == list(hashes.PARTS)
+
+
+def needs_of(name: str, *extras: str) -> set[str]:
+    """All that a package needs here, as the metadata of what is installed tell; not it itself."""
+    found: set[tuple[str, str]] = set()
+    left = [(name, extra) for extra in ("", *extras)]
+    while left:
+        package, extra = left.pop()
+        if (package, extra) in found:
+            continue
+        found.add((package, extra))
+        for item in map(Requirement, metadata.requires(package) or []):
+            if item.marker is None or item.marker.evaluate({"extra": extra}):
+                left += [(canonicalize_name(item.name), part) for part in ("", *item.extras)]
+    return {package for package, _ in found} - {name}
+
+
+@pytest.mark.parametrize("options", [(), ("UV=/somewhere/uv",), ("GPU=1",)], ids=repr)
+def test_make_setup_compares_the_hash_of_each_file_but_torchs(options: tuple[str, ...]) -> None:
+    make = ["make", "--no-print-directory", "--dry-run", "--always-make", "setup", *options]
+    done = subprocess.run(make, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    installs = [line for line in done.stdout.splitlines() if " install " in line]
+    hashed: list[str] = []
+    others: list[str] = []
+    for line in installs:
+        (hashed if " --no-deps --require-hashes --only-binary :all: " in line else others).append(line)
+    assert [line.rpartition("/")[2] for line in hashed] == ["pip.txt", "needed.txt", "tests.txt"]
+    *torch, project = others
+    requirement, _ = HASHED[hashes.TORCH]["torch"]
+    assert torch
+    assert all(line.removesuffix(" || \\").removesuffix("+cpu").endswith(f" {requirement}") for line in torch)
+    assert " --no-deps --no-build-isolation --editable ." in project
+    assert done.stdout.index("needed.txt") < done.stdout.index("torch==") < done.stdout.index(" check\n")
 
 
 def test_an_audit_without_a_network_says_so(tmp_path: Path) -> None:
