@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from millrace.connectors.storage.sources.arrow_messages import CheckedStream, contents
 from millrace.connectors.storage.sources.locate import DataFiles, Located, where
 from millrace.connectors.storage.sources.unpacked import (
     LARGEST_ROW,
@@ -134,9 +135,7 @@ class _Reader:
                 return int(self._checked(lambda: pq.ParquetFile(data).metadata.num_rows)), True
         if self._name.endswith(".arrow"):
             with self._open() as data:
-                return int(
-                    self._checked(lambda: sum(batch.num_rows for batch in pa.ipc.open_stream(data)))
-                ), True
+                return int(self._checked(lambda: sum(content.rows for _, content in contents(data)))), True
         if size <= most:
             return sum(1 for _ in lines(self._store.blocks(self._name))), True
         start = self._store.fs.cat_file(f"{self._store.root}/{self._name}", start=0, end=HEAD)
@@ -151,14 +150,15 @@ class _Reader:
 
     def _read(self, data: Any, buffered: int) -> Iterator[pa.RecordBatch]:
         """Batches of the needed columns, a few rows each. Raises DataError if they unpack to far more than the file's size."""
-        unpacking = Unpacking(data.size() if isinstance(data, pa.NativeFile) else data.size)
+        size = data.size() if isinstance(data, pa.NativeFile) else data.size
+        unpacking = Unpacking(size)
         try:
             if self._name.endswith(".parquet"):
                 columns = self._columns(pq.ParquetFile(data, buffer_size=buffered).schema_arrow)
                 for batch in parquet_batches(data, buffered, columns):
                     yield from unpacking.batches(batch)
                 return
-            stream = pa.ipc.open_stream(data)
+            stream = pa.ipc.open_stream(CheckedStream(data, size))
             columns = self._columns(stream.schema)
             for batch in stream:
                 yield from unpacking.batches(batch.select(columns))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,72 @@ LARGE: dict[str, tuple[Callable[[], pa.Array], str]] = {
 }
 
 
+def streamed(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def zeros(size: int) -> pa.Array:
+    """One long text, of memory that is taken when it is written to, which is never."""
+    ends = pa.py_buffer(np.array([0, size], dtype=np.int32))
+    return pa.StringArray.from_buffers(1, ends, pa.py_buffer(np.zeros(size, dtype=np.uint8)))
+
+
+def one_column(path: Path, *parts: pa.Array) -> None:
+    batches = [pa.record_batch([part], ["prompt"]) for part in parts]
+    streamed(path, batches[0].schema, batches)
+
+
+def of_dictionaries(path: Path) -> None:
+    """Each is too small to be refused, and is kept while the rows are read."""
+    letters = zeros(100 << 20)
+    columns = {"prompt": repeated(1, "b")}
+    columns |= {f"x{number}": pa.DictionaryArray.from_arrays(pa.array([0]), letters) for number in range(9)}
+    batch = pa.record_batch(columns)
+    streamed(path, batch.schema, [batch])
+
+
+def nulls_of_nulls(path: Path) -> None:
+    """A list whose items take no byte."""
+    offsets = pa.array([0, 10**9], pa.int32())
+    one_column(path, pa.ListArray.from_arrays(offsets, pa.nulls(10**9)))
+
+
+def body_that_ends_early(path: Path) -> None:
+    """A message says that it has 2**46 bytes."""
+    one_column(path, pa.array(["a"]))
+    whole = path.read_bytes()
+    with pa.OSFile(str(path)) as file:
+        *_, (at, size) = bodies_of(file)
+    said = size.to_bytes(8, "little")
+    head, found, tail = whole[:at].rpartition(said)
+    assert found
+    path.write_bytes(head + (1 << 46).to_bytes(8, "little") + tail + whole[at:])
+
+
+def bodies_of(file: Any) -> Iterator[tuple[int, int]]:
+    """Where the body of each message begins, and its bytes."""
+    reader = pa.ipc.MessageReader.open_stream(file)
+    for message in reader:
+        size = message.body.size if message.body else 0
+        yield file.tell() - size, size
+
+
+ARROW: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a text of one letter": (lambda path: one_column(path, zeros(900 << 20)), "times as much"),
+    "a dictionary of one letter": (
+        lambda path: one_column(path, pa.DictionaryArray.from_arrays(pa.array([0]), zeros(900 << 20))),
+        "times as much",
+    ),
+    "dictionaries": (of_dictionaries, "times as much"),
+    "rows of nothing": (lambda path: one_column(path, pa.nulls(2 * 10**9)), "times as much"),
+    "items of nothing": (nulls_of_nulls, "times as much"),
+    "a body that ends early": (body_that_ends_early, "not a whole Arrow file"),
+}
+
+
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -83,6 +149,34 @@ def test_small_files_of_gigabytes_are_refused_in_little_memory(kinds: list[str],
             table, paths[kind], dictionary_pagesize_limit=1 << 30, store_schema=False, compression="zstd"
         )
         assert paths[kind].stat().st_size < 64 << 10
+    said = read_in_little_memory(paths)
+    for kind in kinds:
+        why = LARGE[kind][1]
+        checked, trained = said[kind]
+        assert why in trained, (kind, trained)
+        # a check reads the first megabytes alone, and need not reach the end
+        assert why in checked or checked.isdigit(), (kind, checked)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param([*ARROW][:1] + [*ARROW][-3:], id="at once"),
+        pytest.param([*ARROW], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_so_are_small_arrow_files_of_gigabytes(kinds: list[str], tmp_path: Path) -> None:
+    """A message is refused before it is unpacked: its head says how much it is."""
+    paths = {kind: tmp_path / f"{number}.arrow" for number, kind in enumerate(kinds)}
+    for kind, path in paths.items():
+        ARROW[kind][0](path)
+        assert path.stat().st_size < 128 << 10, kind
+    for kind, told in read_in_little_memory(paths).items():
+        assert all(ARROW[kind][1] in each for each in told), (kind, told)
+
+
+def read_in_little_memory(paths: Mapping[str, Path]) -> dict[str, list[str]]:
+    """What a check and a run say to each of the files, in a process that has no room for one of them unpacked."""
     done = subprocess.run(
         [sys.executable, "-c", PROCESS, *map(str, paths.values())],
         capture_output=True,
@@ -91,12 +185,7 @@ def test_small_files_of_gigabytes_are_refused_in_little_memory(kinds: list[str],
     )
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout)
-    for kind in kinds:
-        why = LARGE[kind][1]
-        checked, trained = said[str(paths[kind])]
-        assert why in trained, (kind, trained)
-        # a check reads the first megabytes alone, and need not reach the end
-        assert why in checked or checked.isdigit(), (kind, checked)
+    return {kind: said[str(path)] for kind, path in paths.items()}
 
 
 @pytest.mark.slow
