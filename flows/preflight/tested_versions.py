@@ -9,7 +9,7 @@ from __future__ import annotations
 TESTED: dict[str, tuple[str, ...]] = {
     "aiohttp": ("3.10.0", "3.14.5"),
     "docstring-parser": ("0.16", "0.18.0"),
-    "duckdb": ("1.1.0", "2.0.0", "2.0.1"),
+    "duckdb": ("2.0.0", "2.0.1"),
     "fastapi": ("0.139.0", "0.150.0"),
     "fsspec": ("2025.3.0", "2026.9.0"),
     "jsonschema": ("4.18.0", "4.26.0"),

@@ -29,7 +29,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 NEEDED = [Requirement(line) for line in PROJECT["dependencies"]]
 ON_GPUS = {"torch": "2.11.0"}  # docs/performance.md: what tests/gpu and the benchmarks ran with
 OUTSIDE = {  # a version of each package that pyproject.toml does not allow
-    "aiohttp": "3.9.0", "docstring-parser": "0.15", "duckdb": "1.0.0", "fastapi": "0.151.0", "fsspec": "2025.2.0",
+    "aiohttp": "3.9.0", "docstring-parser": "0.15", "duckdb": "1.5.6", "fastapi": "0.151.0", "fsspec": "2025.2.0",
     "jsonschema": "4.17.3", "math-verify": "0.7.0", "matplotlib": "3.8.4", "megatron-core": "0.20.0", "mlflow": "4.0.0",
     "numpy": "1.25.2", "orjson": "3.9.15", "packaging": "24.1", "prefect": "4.0.0", "prefect-ray": "0.5.3",
     "psutil": "5.9.8", "pyarrow": "16.1.0", "pydantic": "2.9.2", "pyyaml": "6.0", "ray": "2.51.2", "rich": "12.6.0",

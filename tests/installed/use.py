@@ -30,6 +30,9 @@ REWARD = """
 def digits(sample: RewardInput) -> float:
     return sum(character.isdigit() for character in sample.response) / 6
 """
+QUERY = (
+    "SELECT iteration, count(DISTINCT prompt) AS prompts FROM samples WHERE label <> '' GROUP BY iteration"
+)
 TINY = (  # the rest of run.yaml is as it was written; a model of random weights knows no sum, but writes digits
     "reward.function=rewards:digits",
     "rollout.prompts=4",
@@ -125,6 +128,9 @@ def use(environment: Environment, folder: Path, *, whole: bool) -> None:
         before, *iterations = shown["rows"]
         assert [before["iteration"], *(row["iteration"] for row in iterations)] == [0, 1, 2, 3], shown
         assert all(row["grad_norm"] > 0 for row in iterations), shown
+        asked = json.loads(user.run(millrace, "sql", RUN, QUERY, "--json"))
+        assert sorted(row["iteration"] for row in asked) == [1, 2, 3], asked
+        assert all(row["prompts"] > 1 for row in asked), asked
         page = json.loads((user.folder / "home/.millrace/prefect-server.json").read_text())["url"]
         with urlopen(page.removesuffix("/api"), timeout=60) as answer:
             assert b"<html" in answer.read()
