@@ -1,7 +1,7 @@
 """The life of one engine as a pure state machine: what happened to it decides whether it may serve.
 
 Owns states and transitions; knows nothing of processes, requests or clocks. An engine serves a weight version only
-after it confirmed that version, whatever happened before.
+after it confirmed that version.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Where an engine is in its life."""
+    """The states of an engine."""
 
-    DEAD = "dead"  # no process, or one that must not be used any more
+    DEAD = "dead"  # no process, or a process that must not be used any more
     STARTING = "starting"  # a process that has not answered yet
-    REFITTING = "refitting"  # answers, but has not confirmed the weights it is meant to have
+    REFITTING = "refitting"  # answers, but has not confirmed the weights it should have
     SERVING = "serving"  # has confirmed a version
     SUSPECT = "suspect"  # a request was lost on it
 
 
 class Event(StrEnum):
-    """What can happen to an engine."""
+    """The events of an engine."""
 
     STARTED = "started"  # its process was started
     ANSWERED = "answered"  # it answers to health questions
-    CONFIRMED = "confirmed"  # it said which version it serves
-    REFIT = "refit"  # other weights are about to be given to it
+    CONFIRMED = "confirmed"  # it reported which version it serves
+    REFIT = "refit"  # it is about to get other weights
     LOST_REQUEST = "lost_request"
     DIED = "died"
 
@@ -51,13 +51,13 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """State of one engine; `version` is what it confirmed, None unless it serves."""
+    """State of one engine; `version`: the confirmed one, None unless it serves."""
 
     state: State = State.DEAD
     version: int | None = None
 
     def after(self, event: Event, version: int | None = None) -> EngineHealth:
-        """The state after an event. Raises ValueError for what cannot happen in this one."""
+        """The state after an event. Raises ValueError for an event that cannot happen in this state."""
         following = TRANSITIONS.get((self.state, event))
         if following is None:
             raise ValueError(f"an engine that is {self.state} cannot be {event}")
@@ -69,9 +69,9 @@ class EngineHealth:
 
     @property
     def holds_memory(self) -> bool:
-        """Whether it may hold GPU memory that another is to have; one that lost a request does."""
+        """Whether it may hold GPU memory that the trainer needs; an engine that lost a request may."""
         return self.state in (State.SERVING, State.REFITTING, State.SUSPECT)
 
     def serves(self, version: int) -> bool:
-        """Whether requests for a weight version may go there."""
+        """Whether requests for a weight version may go to it."""
         return self.state is State.SERVING and self.version == version

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Each says where it went wrong, why, and what to do about it.
+"""Errors that a user can fix. Each names the field or file, the reason and the remedy.
 
     raise ConfigError("holds no rows", where="data.sources.sums.path = x.jsonl", remedy="give a file with prompts")
 
@@ -19,7 +19,8 @@ from pathlib import Path
 from millrace.core.plain_text import printable, whole
 
 PACKAGES = ("core", "connectors", "tasks", "flows")
-_HERE = Path(__file__).parents[1]  # a checkout's package has links to its folders
+# a checkout's package has links to its folders, which resolve() would follow
+_HERE = Path(__file__).parents[1]
 _OURS = tuple(f"{folder}{os.sep}" for name in PACKAGES for folder in (_HERE / name, (_HERE / name).resolve()))
 _LIBRARY = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
@@ -54,13 +55,14 @@ class MillraceError(Exception):
     """Base of all errors that millrace raises for people to read.
 
     `reason` says what is wrong, `where` names the field or file, `remedy` says what to do. Only the reason is required.
-    A reason of several lines has its remedy on a line of its own.
+    A reason of several lines has its remedy on a separate line.
     """
 
     def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
         super().__init__(
             whole(reason)
-        )  # pickle makes the error again from args and the instance's attributes
+            # pickle makes the error again from its args and the instance's attributes
+        )
         self.reason, self.where, self.remedy = whole(reason), whole(where), whole(remedy)
 
     def __str__(self) -> str:
@@ -118,7 +120,7 @@ class RefusedStepError(TrainerError):
 
 
 class ReplayedStepError(TrainerError):
-    """A step that was made again is not the recorded one. A retry gives the same."""
+    """A repeated step differs from the recorded one. A retry gives the same."""
 
 
 class TrainerStalledError(TrainerError):
@@ -134,11 +136,11 @@ class ActorLostError(MillraceError):
 
 
 class StalledError(MillraceError):
-    """Nothing moved for too long in what was waited for. A task is tried once more; a stall that comes again ends the run."""
+    """A wait saw no progress for too long. A task is tried once more; a second stall ends the run."""
 
 
 class ActorStalledError(StalledError, ActorLostError):
-    """A live part of the run stood still in a call and was ended."""
+    """A live part of the run made no progress in a call and was ended."""
 
 
 class WeightsDifferError(EngineError):
@@ -162,17 +164,17 @@ LASTING = (
     | BudgetError
     | WeightsDifferError
 )
-"""Errors that come again as long as nothing is changed."""
+"""Errors that repeat until the user changes something."""
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a run that failed by it may go on by itself when it is started again: a live part died, or storage did not answer."""
+    """Whether a run that failed by this error may continue without changes when restarted: a part died, or storage failed."""
     passing = isinstance(error, ActorLostError | EngineError | TrainerError | StorageError)
     return passing and not isinstance(error, LASTING | MissingFileError | CorruptFileError | StalledError)
 
 
 def described(error: BaseException) -> str:
-    """What a user's function raised: the error's name, its message, and the line of the user's file."""
+    """An error of a user's function as text: its name, its message, and the line of the user's file."""
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 - the class is the user's
@@ -182,7 +184,7 @@ def described(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Where the user's own code raised it, or called what did. Empty where none of the user's code was under way."""
+    """The line of the user's code that raised the error, or called what raised it. Empty without code of the user's."""
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OURS, "<"))
     ]
@@ -195,7 +197,7 @@ def _line(error: BaseException) -> str:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error inside exception groups: in a task group, the one that made the other tasks end."""
+    """The first error inside exception groups: in a task group, the error that made the other tasks end."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,6 +1,6 @@
 """Who holds the memory of GPUs that trainer and engines share, as a pure state machine.
 
-Owns the states and what may follow what; knows nothing of ranks, engines or bytes. One side holds the memory at a time:
+Owns the states and their transitions; knows nothing of ranks, engines or bytes. One side holds the memory at a time:
 the trainer to train, save or be built, the engines to generate. Weights pass while the trainer is offloaded to the host and
 engines have room for weights alone (handing over).
 
@@ -8,9 +8,9 @@ engines have room for weights alone (handing over).
     owner = owner.after(Event.TRAINER_TOOK)  # the trainer builds, trains, saves
     owner.after(Event.ENGINES_WOKE)          # ValueError: the trainer must be offloaded first
 
-A release is allowed in every state: giving back what one does not hold changes nothing. Where the configuration lets a side
-keep its memory because there is room for both (placement.offload_engines, placement.offload_trainer), its release is a
-word only, and the turns stay the same.
+A release is allowed in every state: releasing memory that one does not hold changes nothing. If the configuration lets a side
+keep its memory because there is room for both (placement.offload_engines, placement.offload_trainer), its release frees
+nothing, and the turns stay the same.
 """
 
 from __future__ import annotations
@@ -20,30 +20,28 @@ from enum import StrEnum
 
 
 class Holder(StrEnum):
-    """Who has the memory."""
+    """The holder of the memory."""
 
     FREE = "free"  # neither: engines asleep or not started, trainer offloaded or not built
     TRAINER = "trainer"  # weights, gradients, optimizer state and activations
-    HANDING_OVER = (
-        "handing_over"  # the trainer's weights and the engines' weights, or what a driver that died left
-    )
+    HANDING_OVER = "handing_over"  # weights of the trainer and of engines, or what a dead driver left
     ENGINES = "engines"  # weights and KV cache
 
 
 class Event(StrEnum):
-    """What happens to the memory."""
+    """Events that change the holder."""
 
-    ENGINES_SLEPT = "engines_slept"  # all engines have given weights and KV cache back
-    TRAINER_OFFLOADED = "trainer_offloaded"  # all but its weights is on the host
+    ENGINES_SLEPT = "engines_slept"  # all engines have released weights and KV cache
+    TRAINER_OFFLOADED = "trainer_offloaded"  # everything but its weights is on the host
     TRAINER_TOOK = "trainer_took"  # it builds, trains or saves
-    UPDATE_BEGAN = "update_began"  # engines take room for weights, which the trainer sends
+    UPDATE_BEGAN = "update_began"  # engines take memory for weights, which the trainer sends
     ENGINES_WOKE = "engines_woke"  # engines take all their memory and serve
     TRAINER_DIED = "trainer_died"
-    ENGINE_DIED = "engine_died"  # one of them: the others keep what they hold
+    ENGINE_DIED = "engine_died"  # one engine died; the others keep their memory
 
 
 # The transitions that must not exist: the trainer takes memory while engines hold any (engines, handing_over), and engines
-# take memory while the trainer holds it (trainer). Either would end in an out-of-memory error of whichever comes second.
+# take memory while the trainer holds it (trainer). Either would end in an out-of-memory error of the second side.
 TRANSITIONS: dict[tuple[Holder, Event], Holder] = {
     (Holder.FREE, Event.TRAINER_TOOK): Holder.TRAINER,
     (Holder.TRAINER, Event.TRAINER_TOOK): Holder.TRAINER,
@@ -57,7 +55,7 @@ TRANSITIONS: dict[tuple[Holder, Event], Holder] = {
     (Holder.ENGINES, Event.ENGINES_WOKE): Holder.ENGINES,
     (Holder.HANDING_OVER, Event.ENGINES_SLEPT): Holder.FREE,
     (Holder.ENGINES, Event.ENGINES_SLEPT): Holder.FREE,
-    # the other side's release, and a death on the side that holds nothing, change nothing
+    # a release by the other side, and a death on a side that holds nothing, change nothing
     (Holder.FREE, Event.ENGINES_SLEPT): Holder.FREE,
     (Holder.TRAINER, Event.ENGINES_SLEPT): Holder.TRAINER,
     (Holder.FREE, Event.TRAINER_OFFLOADED): Holder.FREE,
@@ -77,7 +75,7 @@ class GpuOwner:
     holder: Holder = Holder.FREE
 
     def after(self, event: Event) -> GpuOwner:
-        """The owner after an event. Raises ValueError for what must not happen in this state."""
+        """The owner after an event. Raises ValueError for an event that must not happen in this state."""
         following = TRANSITIONS.get((self.holder, event))
         if following is None:
             raise ValueError(f"{event} while GPU memory is held: {self.holder}")

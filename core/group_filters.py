@@ -1,6 +1,6 @@
 """Which groups are worth a training step. Pure decisions on one group at a time.
 
-Owns the verdict on a group; knows nothing of how many groups an iteration needs or where others come from.
+Owns the verdict on a group; does not know how many groups an iteration needs, or how dropped ones are replaced.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Judgement:
-    """The decision on a group. `usable`: it may stand in where too few groups are kept; `reason` is empty when kept.
+    """The decision on a group. `usable`: it may be used if too few groups are kept; `reason` is empty for a kept group.
 
-    `kind` names what dropped it.
+    `kind` names the filter that dropped it.
     """
 
     keep: bool
@@ -45,7 +45,7 @@ class Judgement:
     usable: bool
     zero_variance: bool = False
     kind: Kind | None = None
-    # figures of the scored samples' rewards, which decide nothing
+    # figures of the scored samples' rewards; no decision depends on them
     reward: float | None = field(default=None, compare=False)  # mean
     reward_std: float | None = field(default=None, compare=False)  # standard deviation
 
@@ -53,7 +53,7 @@ class Judgement:
 def judge_group(samples: Sequence[GroupSample], filter: Filter, algorithm: Algorithm) -> Judgement:
     """Judge a group whose samples have all been generated and scored, or failed at it.
 
-    Dropped for good: fewer scored samples than the estimator needs (two where it compares samples, else one), or refused by
+    Dropped for good: fewer scored samples than the estimator needs (two if it compares samples, else one), or refused by
     the user's filter, or that filter raised on it. Dropped but usable: by any other filter of the configuration.
     Errors: ConfigError when the user's filter cannot be loaded.
     """
@@ -92,7 +92,7 @@ def _dropped(kind: Kind, reason: str, *, usable: bool) -> Judgement:
 
 
 def _by_function(function: UserFunction, samples: Sequence[GroupSample]) -> Judgement | None:
-    """What the user's filter says. One that raises, or returns what is no answer, drops the group for that reason."""
+    """The judgement of the user's filter. If it raises or returns no valid answer, the group is dropped for that reason."""
     slime = written_for_slime(function.function)
     loaded = load(function.function, f"{FIELD}.function") if slime else load_function(function, FIELD)
     options = resolved(function.options, f"{FIELD}.options")
@@ -116,8 +116,8 @@ def _by_settings(
 ) -> Judgement | None:
     """The first of the other filters that drops a group with these samples, and rewards of the scored ones.
 
-    The band includes its ends, as the accuracy filter of PRIME does (Cui et al., arXiv:2502.01456). Lengths are
-    those of the samples that were generated.
+    The band includes its ends, as the accuracy filter of PRIME does (Cui et al., arXiv:2502.01456). Lengths are of generated
+    samples.
     """
     if filter.drop_zero_variance and zero_variance(rewards):
         return _dropped("zero_variance", f"zero variance: all rewards {rewards[0]:g}", usable=True)

@@ -1,13 +1,13 @@
-"""The functions that users bring, as Protocols, and how they are found by import path.
+"""Protocols of the functions that users bring, and how these are loaded by import path.
 
-Owns the signatures (frozen by a test) and the loading; knows nothing of who calls a function when. The configuration names
+Owns the signatures (frozen by a test) and the loading; does not know who calls a function. The configuration names
 each as {function: package.module:name, options: {...}}; options are handed over as keyword arguments.
 
 What happens when a function raises or returns something unusable:
 
 - a reward: the sample fails with the reason. In training it counts as not scored, never as zero;
   reward.max_failed_share bounds how many. In evaluation it counts as wrong, and eval/<set>/unscored says how many.
-- a hint for a teacher: the same.
+- a hint for a teacher: as a reward.
 - a group filter: its group is dropped with the reason; filter.max_failed_share bounds how many.
 - any other: the run stops with an error that names the function. What is stored stays, and the run continues from it.
 """
@@ -56,7 +56,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A reward, what it is made of, and the answer that it found.
+    """A reward, its parts, and the answer that it found.
 
     parts: finite numbers, whose means are metrics, and texts (a judge's words), which are stored and shown. answer: in the
     reward's normal form, so that equal answers are one text; empty if it found none, None if it looks for none.
@@ -78,7 +78,7 @@ Score = float | RewardResult | Mapping[str, float | str | None]  # what a reward
 class GroupSample:
     """A sample as group filters see it. `reward` is None unless `scoring` is "scored".
 
-    Of a rollout with several branches: mean reward and parts, tokens of all branches, and the first branch as `input`.
+    For a rollout with several branches: mean reward and parts, tokens of all branches, and the first branch as `input`.
     """
 
     sample_id: str
@@ -87,25 +87,25 @@ class GroupSample:
     response_length: int = 0  # tokens
     truncated: bool = False  # cut at the token limit
     parts: Mapping[str, float] = field(default_factory=dict)  # of the reward
-    input: RewardInput = field(default_factory=lambda: RewardInput("", ""))  # what its reward saw
+    input: RewardInput = field(default_factory=lambda: RewardInput("", ""))  # the input of its reward
 
 
 @dataclass(frozen=True)
 class BufferedGroup:
     """A trained group that may be trained once more, as buffer filters see it."""
 
-    iteration: int  # that generated it, from 0
-    ordinal: int  # of its prompt among those that the iteration drew
+    iteration: int  # the iteration that generated it, from 0
+    ordinal: int  # its prompt's number among the groups that the iteration drew
     source: str
     age: int  # weight versions between its samples and the weights to be trained
     uses: int  # times that it was trained
     reward: float | None  # mean of its scored rollouts
-    reward_std: float | None  # their standard deviation; None where the iteration had no buffer
+    reward_std: float | None  # standard deviation of these; None if the iteration had no buffer
 
 
 @runtime_checkable
 class Reward(Protocol):
-    """Scores one sample; runs in a process of its own that may be killed. Sync or async.
+    """Scores one sample; runs in a separate process that may be killed. Sync or async.
 
     A mapping names its parts: its key `reward` is the reward, a text at `answer` the answer, every other key is a part.
     """
@@ -114,7 +114,7 @@ class Reward(Protocol):
 
 
 class NumberedRows(Protocol):
-    """Rows of a source by number: a list of mappings is one."""
+    """Rows of a source by number, such as a list of mappings."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> Mapping[str, Any]: ...
@@ -124,7 +124,7 @@ class NumberedRows(Protocol):
 class DataSource(Protocol):
     """Gives the rows of a source: a list, or an object with `__len__` and `__getitem__(number)`; each row is a mapping.
 
-    Called once in a process of its own, and with `level` for each level of a source with levels. The same number must give
+    Called once in a separate process, and with `level` for each level of a source with levels. The same number must give
     the same row in every process.
     """
 
@@ -133,16 +133,16 @@ class DataSource(Protocol):
 
 @runtime_checkable
 class GroupFilter(Protocol):
-    """Decides on a scored group: None keeps it, text drops it for that reason. The same group must get the same answer."""
+    """Decides on a scored group: None keeps it, text drops it for that reason. It must answer the same for the same group."""
 
     def __call__(self, samples: Sequence[GroupSample], **options: Any) -> str | None: ...
 
 
 @runtime_checkable
 class BufferFilter(Protocol):
-    """Chooses among the groups held for reuse: those that may be taken, in the order in which they shall be.
+    """Chooses among the groups held for reuse: returns the groups to take, in their order.
 
-    The same groups must get the same answer.
+    It must answer the same for the same groups.
     """
 
     def __call__(self, groups: Sequence[BufferedGroup], **options: Any) -> Sequence[BufferedGroup]: ...
@@ -150,9 +150,9 @@ class BufferFilter(Protocol):
 
 @runtime_checkable
 class TeacherHint(Protocol):
-    """Tells a served teacher more of a sample than the policy saw, which its prompt is given; None tells it nothing more.
+    """Returns text about a sample that is added to a served teacher's prompt, not to the policy's; None adds nothing.
 
-    Runs where rewards do.
+    Runs in the processes of rewards.
     """
 
     def __call__(self, sample: RewardInput, **options: Any) -> str | None: ...
@@ -160,7 +160,9 @@ class TeacherHint(Protocol):
 
 @runtime_checkable
 class RewardShaping(Protocol):
-    """Rewards [B] that advantages are computed from; the stored reward stays. Lengths [B] in tokens, truncated [B] bool."""
+    """Returns the rewards [B] for advantages; stored rewards stay. Lengths [B] in tokens,
+    truncated [B] bool.
+    """
 
     def __call__(
         self, rewards: Tensor, response_lengths: Tensor, truncated: Tensor, **options: Any
@@ -196,7 +198,7 @@ HOOKS: dict[str, type] = {
 
 
 def _closed(module_name: str) -> str:
-    """The remedy if a folder on the way to a module may not be looked into, which Python takes for one without modules."""
+    """The remedy if a folder on the way to a module cannot be read, which Python treats as a folder without modules."""
     parts = module_name.split(".")
     for entry, length in itertools.product(sys.path, range(len(parts))):
         folder = os.path.join(entry, *parts[:length])
@@ -204,11 +206,13 @@ def _closed(module_name: str) -> str:
             os.scandir(folder).close()
             os.stat(
                 os.path.join(folder, os.curdir)
-            )  # a folder may be listed, and closed to a look for one file
+                # a folder may be listed although files in it may not be looked up
+            )
         except PermissionError as error:
             return f"{folder} cannot be read: {remedy_of(error, '')}"
         except OSError:
-            continue  # no folder: another entry may have it
+            # another entry of the path may have the module
+            continue
     return ""
 
 
@@ -242,7 +246,8 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
         try:
             check_unchanged(target, where)
         except ConfigError:
-            del sys.modules[module_name]  # whoever asks again gets the same answer
+            # so that the next import gives the same error
+            del sys.modules[module_name]
             raise
     for part in name.split("."):
         try:
@@ -287,8 +292,8 @@ def load_function(function: UserFunction, field_name: str) -> Callable[..., Any]
 def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
     """What the function of a configuration's field returns for these arguments and its options.
 
-    Errors: ConfigError naming field and function for whatever it raises, errors of millrace's among it, and as of `load`.
-    Of a function of millrace's own, its errors pass.
+    Errors: ConfigError naming field and function for any error that it raises, millrace's errors included, and as of `load`.
+    Errors of a function that millrace brings are raised unchanged.
     """
     loaded = load_function(function, field_name)
     try:
@@ -296,7 +301,8 @@ def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
     except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
         if isinstance(error, MillraceError) and function.function.startswith("millrace."):
             raise
-        story = "".join(traceback.format_exception(error))  # those that it was raised from are shown with it
+        # the text shows the errors that it was raised from too
+        story = "".join(traceback.format_exception(error))
         raise ConfigError(
             f"it raised {failure_of(error, function)}",
             where=f"{field_name}.function = {function.function}",
@@ -305,13 +311,14 @@ def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
 
 
 def failure_of(error: Exception, function: UserFunction) -> str:
-    """What a user's function raised, in one text: type, message and line, without the secrets of its options."""
+    """An error of a user's function as text: type, message and line, without the secrets of its options."""
     return cleaned(described(error), function)
 
 
 def cleaned(text: str, function: UserFunction) -> str:
-    """What a user's function said, without the secrets of its options and those that a text shows by their place."""
-    from millrace.core.config.parts.redaction import shown_text  # here: names of hooks load no library
+    """A text of a user's function without secrets: of its options, and secrets that are recognised by their place."""
+    # imported here, since names of hooks load no library
+    from millrace.core.config.parts.redaction import shown_text
 
     return shown_text(scrubbed(text, function.options))
 
@@ -319,15 +326,15 @@ def cleaned(text: str, function: UserFunction) -> str:
 def search_in(folders: Sequence[str] = ()) -> None:
     """From now on, modules are found in these folders too, then in the working folder, after all installed packages.
 
-    Processes that this one starts by multiprocessing search where it does.
+    Processes that this one starts by multiprocessing search the same folders.
     """
     sys.path += [folder for folder in (*folders, os.getcwd()) if folder not in sys.path]
 
 
 def hidden_module(path: str) -> tuple[str, str] | None:
-    """Where the module of a function lies a second time, and the place that it is imported from; None if it lies in one.
+    """A second place of a function's module, and the place that it is imported from; None if there is only one.
 
-    path: package.module:function, not millrace's own. What is found first on the search path hides the other.
+    path: package.module:function, not millrace's own. The first place on the search path hides the other.
     """
     name = module_and_name(path)[0].partition(".")[0]
     found = (_place(PathFinder.find_spec(name, [folder])) for folder in sys.path if name != "millrace")
@@ -344,6 +351,6 @@ def _place(spec: ModuleSpec | None) -> str | None:
 
 
 def _rename(module_name: str) -> str:
-    """The remedy where one module of a name hides another; empty where none does."""
+    """The remedy if one module hides another of the same name; else empty."""
     hidden = hidden_module(module_name)
     return f"rename the one of yours: {hidden[1]} is imported, and hides {hidden[0]}" if hidden else ""

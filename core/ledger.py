@@ -1,18 +1,18 @@
 """The ledger: which prompt group was drawn when, and what became of it. Pure.
 
-A fold over the histories of committed iterations, and nothing else: a restarted process draws exactly what the one
-before it would have drawn. What is saved is the frontier of committed iterations, never a generation cursor.
+It is computed from the histories of committed iterations, and from nothing else: a restarted process draws exactly what the
+previous one would have drawn. What is saved is the frontier of committed iterations, never a generation cursor.
 
 A group is one pass of a row of a source in one epoch: (source, row, epoch). It is fresh, then in flight once an
-iteration has drawn it, then trained or dropped (both for good), or returned and so waiting to be drawn again. One that was
-deferred stays in flight: the next iteration has it, beside what it draws.
-The transition that must not exist: out of trained or dropped.
+iteration has drawn it, then trained or dropped (both for good), or returned and so waiting to be drawn again. A deferred group
+stays in flight: the next iteration has it, besides the groups that it draws. The transition that must not exist: out of trained
+or dropped.
 
 Invariants
 - Within an epoch of a source each row is drawn once; again only after it was returned.
 - A returned group is drawn before any fresh one, oldest first draw first, and keeps its epoch.
-- A draw depends on the seed, the sources and the committed history alone. With a lag (iterations that are drawn before
-  the ones before them are committed) it depends on no verdict younger than the lag, committed already or not.
+- A draw depends on the seed, the sources and the committed history alone. With a lag (iterations that are drawn before earlier
+  ones are committed) it depends on no verdict younger than the lag, committed already or not.
 - Fresh draws follow the weights: each goes to the source that is furthest behind its share.
 - Levels, pools and stages change what is fresh by the scores of committed iterations alone (millrace.core.curriculum).
 """
@@ -62,7 +62,7 @@ class _Share:
 
 @dataclass
 class _Cursor:
-    """How far the epochs of a source, or of one of its levels, are drawn. `begun`: the iteration that began the epoch."""
+    """How far the epochs of a source, or of one of its levels, are drawn, and which iteration started the epoch."""
 
     rows: int
     epoch: int = 0
@@ -93,8 +93,8 @@ class Ledger:
     ) -> None:
         """`sources`: weight and number of usable rows by name, with levels and pools. `stages`: of a curriculum.
 
-        `first`: the iteration from which these sources hold. `ahead`: how many iterations may be open before one is drawn, its
-        lag; draws, and the levels, pools and stages that they follow, see what became of iterations that are older than it.
+        `first`: the iteration from which these sources hold. `ahead`: the lag, how many iterations may be open when one is
+        drawn. Draws, and the levels, pools and stages that they follow, see only iterations older than the lag.
         """
         plans = {name: SourcePlan(*plan) for name, plan in sorted(sources.items())}
         rows = {part: count for name, plan in plans.items() for part, count in plan.parts(name).items()}
@@ -115,12 +115,12 @@ class Ledger:
         self._orders: dict[str, tuple[tuple[int, int], Order]] = {}
         self._open: dict[int, list[Key]] = {}
         self._returned: dict[Key, _Returned] = {}
-        self.deferred: list[Key] = []  # by the newest applied iteration, to the one after it
+        self.deferred: list[Key] = []  # by the newest applied iteration, to the next one
         self._ages: dict[Key, int] = {}  # of groups in flight or returned
         self._drawn = 0
 
     def use_ahead(self, ahead: Ahead) -> None:
-        """Draw from the next iteration on as `ahead` says, which must be the same for those that are drawn."""
+        """Use `ahead` from the next iteration on. It must give the same lag for iterations that are drawn already."""
         self._lag = ahead.at
 
     def extend(self, history: Iterable[IterationHistory]) -> Ledger:
@@ -131,7 +131,7 @@ class Ledger:
         return self
 
     def open(self, iteration: int, keys: Sequence[Key]) -> None:
-        """Mark the groups that an iteration drew as in flight: its verdicts are not committed.
+        """Mark the groups that an iteration drew as in flight, until its verdicts are committed.
 
         Raises DataError, naming the difference, if the sources could not have given these groups.
         """
@@ -153,7 +153,8 @@ class Ledger:
         joined = history.joined_keys()
         known = (
             history.iteration > self._first
-        )  # where the data changed, what was deferred is of other sources
+            # after a change of the data the deferred groups are of other sources
+        )
         assert not known or sorted(joined) == sorted(self.deferred), (
             "an iteration has what was deferred to it"
         )
@@ -180,7 +181,7 @@ class Ledger:
 
     @property
     def in_flight(self) -> list[Key]:
-        """Groups of open iterations, those that were deferred to the first of them included."""
+        """Groups of open iterations, including groups deferred to the first of them."""
         return [*self.deferred, *(key for keys in self._open.values() for key in keys)]
 
     @property
@@ -193,10 +194,10 @@ class Ledger:
         return {name: (cursor.epoch, cursor.position) for name, cursor in self._cursors.items()}
 
     def draw(self, iteration: int, need: int, reserve: int = 0) -> list[Draw]:
-        """The groups of the next iteration: `need` for the batch, then `reserve` to stand in for dropped ones.
+        """The groups of the next iteration: `need` for the batch, then `reserve` to replace dropped ones.
 
-        Groups that the lag's iterations returned are not drawn yet, so that it does not matter whether these are
-        committed. Changes nothing: only commits count.
+        Groups that the lag's iterations returned are not drawn yet, so that it does not matter whether these are committed.
+        Does not change the ledger: only commits do.
         """
         assert iteration == self.next_iteration, (
             f"iteration {iteration} cannot be drawn, {self.next_iteration} is next"
@@ -256,9 +257,9 @@ class Ledger:
         return {name: weight / total for name, weight in weights.items()}
 
     def _part(self, name: str, fresh: int, standing: Standing) -> str:
-        """What the next fresh group of a source is drawn from; `fresh`: how many it gave before.
+        """The part that the next fresh group of a source is drawn from; `fresh`: how many it gave before.
 
-        Of a source with levels any of the window, each as likely (RLVE, arXiv:2511.07317, section 3).
+        For a source with levels: any level of the window, each as likely (RLVE, arXiv:2511.07317, section 3).
         """
         levels = self._plans[name].levels
         if levels is None:
@@ -270,7 +271,7 @@ class Ledger:
         )
 
     def _next(self, cursors: Mapping[str, _Cursor], part: str, iteration: int) -> Key:
-        """Advance past the next row of a part, into its next epoch if the one before is exhausted."""
+        """Advance past the next row of a part, into its next epoch if the current one is exhausted."""
         cursor = cursors[part]
         if cursor.position == cursor.rows:
             begun = iteration - self._lag(iteration)
@@ -291,7 +292,7 @@ class Ledger:
         return kept[1]
 
     def _without_resting(self, part: str, order: Order, cursor: _Cursor, pools: Pools) -> Order:
-        """The rows that this epoch takes, in their order; all of them where it would take none."""
+        """The rows that this epoch takes, in their order; all rows if it would take none."""
         taken = [
             row
             for row in order.tolist()
@@ -309,7 +310,7 @@ def _chance(seed: int, part: str, epoch: int, row: int) -> float:
 def epoch_order(seed: int, source: str, epoch: int, rows: int, shuffle: bool) -> Order:
     """The order [rows] in which an epoch draws the rows of a source.
 
-    RandomState, because numpy freezes its streams for good: a run may go on under another version.
+    RandomState, because numpy never changes its streams: a run may continue under another version.
     """
     if not shuffle:
         return np.arange(rows, dtype=np.int64)

@@ -85,11 +85,11 @@ class StoredIteration:
     batch: Sequence[Trained]
     steps: Sequence[StepMetrics]
     turns: Sequence[Said] = ()
-    origins: Sequence[Origin] = ()  # batch rows of the iterations that generated what this one reuses
+    origins: Sequence[Origin] = ()  # batch rows of the iterations that generated the groups reused here
 
 
 def inconsistencies(stored: StoredIteration, versions: range, passes: int = 1) -> list[str]:
-    """What is inconsistent. `versions`: the weight versions that the iteration's steps make, in so many passes over its batch."""
+    """Inconsistencies. `versions`: the weight versions that the iteration's steps make, in `passes` passes over its batch."""
     return [
         f"iteration {iteration_number(stored.index)}: {problem}"
         for problem in (
@@ -137,7 +137,7 @@ def _batch(stored: StoredIteration) -> Iterable[str]:
 
 
 def _generated(stored: StoredIteration, version: int) -> Iterable[str]:
-    """What is trained and not reused was generated and scored, by the policy before the iteration's first step."""
+    """Every trained sample that is not reused was generated and scored, by the policy before the iteration's first step."""
     if not stored.rollouts:
         return
     rollouts = {row["sample_id"]: row for row in stored.rollouts}
@@ -160,7 +160,7 @@ def _generated(stored: StoredIteration, version: int) -> Iterable[str]:
 
 
 def _left_out(stored: StoredIteration) -> Iterable[str]:
-    """What is scored was generated, and what is left out of the batch for lack of tokens has none."""
+    """Every scored sample was generated, and samples dropped for lack of tokens have none."""
     rollouts = {row["sample_id"]: row for row in stored.rollouts}
     for row in stored.rewards:
         if row["reward"] is not None and row["sample_id"] not in rollouts:
@@ -172,7 +172,7 @@ def _left_out(stored: StoredIteration) -> Iterable[str]:
 
 
 def _reused(stored: StoredIteration) -> Iterable[str]:
-    """What is reused is as the iteration trained it that generated it, and its verdict names that iteration."""
+    """Every reused sample equals the one trained by the iteration that generated it, and its verdict names that iteration."""
     origins = {row["sample_id"]: row for row in stored.origins}
     named = {row["sample_id"]: row["reused_from"] for row in stored.verdicts}
     for row in stored.batch:
@@ -192,7 +192,7 @@ def _reused(stored: StoredIteration) -> Iterable[str]:
 
 
 def _turns(stored: StoredIteration) -> Iterable[str]:
-    """What is trained of a rollout of several turns was generated in its turns, token for token."""
+    """Every trained token of a rollout of several turns was generated in its turns."""
     rollouts: dict[str, list[Said]] = {}
     for row in stored.turns:
         rollouts.setdefault(row["rollout_id"], []).append(row)
@@ -203,8 +203,10 @@ def _turns(stored: StoredIteration) -> Iterable[str]:
                 events = said.setdefault(branch_id(rollout, row["branch"]), {})
                 events.setdefault(row["event"], []).extend(row["output_ids"])
     in_turns = any(
-        row["kind"] != "answer" for row in stored.turns
-    )  # else they are parts of single answers, under way
+        row["kind"] != "answer"
+        for row in stored.turns
+        # other rows are segments of unfinished single answers
+    )
     for sample in stored.batch if in_turns else ():
         if sample["reused_from"] is not None:
             continue
@@ -216,7 +218,7 @@ def _turns(stored: StoredIteration) -> Iterable[str]:
 
 
 def _steps(stored: StoredIteration, versions: range, passes: int) -> Iterable[str]:
-    """Each step was trained once, on the samples that name it or, in a later pass, its step of the first one."""
+    """Each step was trained once, on the samples that name it, or that name the same step of the first pass."""
     first = versions[: len(versions) // passes]
     made = [row["version"] for row in stored.steps]
     if made != list(versions):

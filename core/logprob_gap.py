@@ -1,8 +1,9 @@
-"""How far the log-probabilities of engine and trainer may be apart, and what a difference looks like. Pure.
+"""How far the log-probabilities of engine and trainer may differ, and the likely cause of a difference. Pure.
 
-Two computations of one model in one type differ by rounding. How much that is depends on the model, its type and how sure it is:
+Two computations of one model in one type differ by rounding. How much that is depends on the model, its type and how sure it
+is:
 0.004 nats a token for a tiny random model in bfloat16, 0.04 for a pretrained one. So it is measured: the trainer computes some
-samples a second time, one type wider, and the mean absolute difference of its own two computations is the rounding floor.
+samples a second time, one type wider, and the mean absolute difference of these two computations is the rounding floor.
 `benchmarks.logprob_gap` shows what the factor between floor and limit passes and refuses.
 """
 
@@ -15,34 +16,34 @@ import numpy as np
 import numpy.typing as npt
 
 MULTIPLE = 3.0  # the limit in rounding floors: engines that are right reach 1.5, see `benchmarks.logprob_gap`
-LEAST = 1e-4  # nats: a ratio that is off by 0.01 % is no matter to a loss that clips it at 20 %
-SAMPLES, AGAIN = 16, 64  # that are computed twice: at first, and before a step is refused
+LEAST = 1e-4  # nats: a ratio that is off by 0.01 % does not matter to a loss that clips it at 20 %
+SAMPLES, AGAIN = 16, 64  # samples computed twice: at first, and before a step is refused
 
-FEWEST = 16  # tokens from which a pattern is read
-UNEXPLAINED = (
-    0.25  # of the squared difference by another temperature: another one leaves 0.06, any other cause 0.7
-)
-FLATTEST = -0.6  # of its slope: an engine that knows next to nothing looks like a very high temperature
+FEWEST = 16  # fewest tokens in which a pattern is looked for
+UNEXPLAINED = 0.25  # share of the squared difference left by a fit of another temperature: 0.06 if that is the cause, else 0.7
+FLATTEST = (
+    -0.6
+)  # lowest slope of the fit: an engine that knows next to nothing looks like a very high temperature
 STRANGE = 3.0  # nats: no other temperature makes tokens so much less likely than the trainer's own
-GROWTH = 2.5  # of the difference from the first quarter of the positions to the last
+GROWTH = 2.5  # growth of the difference from the first quarter of the positions to the last
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class LogprobGuard:
-    """What the steps of an iteration are held against before its first update."""
+    """The check of an iteration's steps before its first update."""
 
     limit: float | None = None  # largest mean difference, nats a token; None: measured
-    floor: float | None = None  # the rounding floor as the run measured it before; None: not yet
+    floor: float | None = None  # the rounding floor that the run measured; None: not yet
 
     def allows(self, floor: float) -> float:
-        """The largest mean difference where rounding makes `floor`."""
+        """The largest mean difference allowed with this rounding floor."""
         return self.limit if self.limit is not None else max(LEAST, MULTIPLE * floor)
 
 
 def chosen_samples(lengths: Sequence[int], most: int, tokens: int) -> list[int]:
-    """Which samples are computed twice: at most so many, spread evenly over all, until they have as many tokens; one at least."""
+    """Samples to compute twice: at most `most`, at least one, spread evenly, until they have `tokens` tokens."""
     found: list[int] = []
     left = tokens
     for index in sorted({int(place) for place in np.linspace(0, len(lengths) - 1, min(most, len(lengths)))}):
@@ -54,13 +55,13 @@ def chosen_samples(lengths: Sequence[int], most: int, tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Compared tokens [N], of samples with S in all."""
+    """Compared tokens [N] of S samples."""
 
     engine: Floats  # [N] log-probabilities
     trainer: Floats  # [N]
     entropy: Floats  # [N] of the trainer's distribution, nats
     sample: npt.NDArray[np.int64]  # [N] index
-    position: npt.NDArray[np.int64]  # [N] tokens before it, the prompt's among them
+    position: npt.NDArray[np.int64]  # tokens before it, prompt included
     engine_of: Sequence[str]  # [S] id of the engine that made a sample
 
     @property
@@ -72,7 +73,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Cause:
-    """What a difference looks like."""
+    """The likely cause of a difference."""
 
     kind: str  # one of KINDS
     seen: str  # the evidence
@@ -92,7 +93,7 @@ _RESENT = "the next start of the run sends every engine the weights again"
 
 
 def likely_cause(tokens: Tokens, limit: float, temperature: float) -> Cause:
-    """The first of KINDS that fits the differences. temperature: that the trainer divides logits by."""
+    """The first of KINDS that fits the differences. temperature: by which the trainer divides logits."""
     gap = tokens.gap
     if not np.isfinite(gap).all():
         bad = int((~np.isfinite(gap)).sum())
@@ -155,7 +156,7 @@ def _other_temperature(tokens: Tokens, _limit: float, temperature: float) -> Cau
         f"it grows with how unlikely a token is, as if engines sampled at a temperature of about {temperature / (1 + slope):.2g}; "
         f"the trainer divides logits by {temperature:g} (rollout.sampling.temperature)",
         "have engines sample at that temperature: look for another one in engines.sglang, in an engine's own generation defaults, "
-        "or in what a rollout function of yours sends",
+        "or in what your rollout function sends",
     )
 
 
@@ -173,7 +174,7 @@ def _few_samples(tokens: Tokens, limit: float, _temperature: float) -> Cause | N
         "few samples",
         f"{int(off.sum())} of {len(samples)} samples {'is' if off.sum() == 1 else 'are'} off, the others by {rest:.3g}: tokens or log-probabilities that are not "
         "what the engine made, or weights that changed while an engine answered",
-        "look at what a rollout function, a session or a filter of yours changes in a sample",
+        "look at what your rollout function, session or filter changes in a sample",
     )
 
 

@@ -1,4 +1,4 @@
-"""Names of metrics in which a text from data is a part: a subset, a part of a reward, a source.
+"""Names of metrics that contain text from data: a subset, a part of a reward, a source.
 
 Two texts never become one name. `name_part` puts a text into a name, whose parts are between slashes; `portable_name` writes a
 whole name in the few characters that every tracker takes. Pure.
@@ -19,7 +19,7 @@ EMPTY, CUT = ":empty:", "::"
 
 
 def name_part(text: str) -> str:
-    """A text as one part of a name: readable, and never empty or the name of a folder's parent. A slash is %2F."""
+    """A text as one part of a name: readable, never empty, never the name of a parent folder. A slash is %2F."""
     text = whole(text)
     if set(text) <= {"."}:
         return "%" + "%2E" * len(text)
@@ -27,7 +27,7 @@ def name_part(text: str) -> str:
 
 
 def portable_name(name: str) -> str:
-    """A name in letters, digits, spaces and _.-:/ alone, at most 250 of them: another character is its number, as in :26:.
+    """A name in letters, digits, spaces and _.-:/ alone, at most 250. Any other character becomes its number, as in :26:.
 
     The end of a longer name is a hash.
     """
@@ -44,5 +44,6 @@ def portable_name(name: str) -> str:
 def _portable(part: str) -> str:
     if not part:
         return EMPTY
-    rest = part.lstrip(".")  # a name may not look like a path that leads elsewhere
+    # a name must not look like a path that leads elsewhere
+    rest = part.lstrip(".")
     return ":2e:" * (len(part) - len(rest)) + ODD.sub(lambda found: f":{ord(found[0]):x}:", rest)

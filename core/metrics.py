@@ -14,11 +14,11 @@ from millrace.core.group_filters import zero_variance
 from millrace.core.metric_names import name_part
 from millrace.core.staleness import oldest_versions
 
-MOST_PARTS = 200  # that become metrics
+MOST_PARTS = 200  # at most so many parts become metrics
 
 
 def settled(samples: pa.Table, verdicts: pa.Table) -> pa.Table:
-    """The samples of groups that the iteration kept or dropped. Those that it cut count where they end, with their whole group."""
+    """The samples of groups that the iteration kept or dropped. Deferred samples count where their group ends."""
     cut = verdicts.filter(pc.is_in(verdicts.column("verdict"), pa.array(["deferred", "returned"])))
     return samples.filter(pc.invert(pc.is_in(samples.column("sample_id"), cut.column("sample_id"))))
 
@@ -57,7 +57,8 @@ def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
 def group_metrics(rewards: pa.Table) -> dict[str, float]:
     """pass@k over groups, for k = 1, 2, 4, ... (a sample passes at a reward of at least 1), and the spread within groups.
 
-    Only scored samples count; those of one rollout by their mean. reward/zero_variance_share: groups whose rewards are all equal; reward/group_std_mean:
+    Only scored samples count; the samples of a rollout count by their mean. reward/zero_variance_share: groups whose rewards
+    are all equal; reward/group_std_mean:
     mean over groups of their Bessel-corrected standard deviation, over groups with two scored samples or more.
     """
     rollouts: dict[tuple[str, str], list[float]] = {}
@@ -86,7 +87,7 @@ def group_metrics(rewards: pa.Table) -> dict[str, float]:
 
 
 def teacher_metrics(rewards: pa.Table) -> dict[str, float]:
-    """Seconds that a served teacher took for a sample, waiting in line included, and the share it gave no answer about."""
+    """Seconds that a served teacher took for a sample, including its wait, and the share of samples without an answer."""
     asked = [seconds for seconds in rewards.column("teacher_s").to_pylist() if seconds is not None]
     if not asked:
         return {}
@@ -125,7 +126,7 @@ def curriculum_metrics(record: CurriculumRecord) -> dict[str, float]:
 
 
 def session_metrics(rollouts: pa.Table, turns: pa.Table) -> dict[str, float]:
-    """Turns, branches and calls of rollouts of several turns; nothing where there are none."""
+    """Turns, branches and calls of rollouts of several turns; nothing without such rollouts."""
     samples = [row for row in rollouts.select(["samples", "turns"]).to_pylist() if row["samples"]]
     if not samples:
         return {}
@@ -185,6 +186,7 @@ def _of_parts(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
             values.setdefault(f"reward_part/{name}", []).append(value)
             if several:
                 values.setdefault(f"reward_part/{name_part(source_of[sample])}/{name}", []).append(value)
-    if len(values) > MOST_PARTS:  # named by their samples, not by their kinds
+    # so many parts are named by their samples, not by their kinds
+    if len(values) > MOST_PARTS:
         return {}
     return {name: sum(each) / len(each) for name, each in values.items()}

@@ -1,7 +1,7 @@
-"""What a proxy of the environment may not be asked for: this host's own addresses, and those of the cluster's nodes.
+"""Addresses that must not go through a proxy of the environment: addresses of this host and of the cluster's nodes.
 
 Prefect's client, MLflow's, a judge's and an agent's take HTTP_PROXY for every address, loopback too, which no proxy reaches.
-Owns what NO_PROXY says in this process and its children. Addresses outside go through the proxy as before.
+Owns NO_PROXY in this process and its children. Other addresses go through the proxy as before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Text that every table, log, tracker, server and terminal takes.
+"""Text that every table, log, tracker, server and terminal accepts.
 
 A Python string may hold half a character: a surrogate without its other half, as `json.loads('"\\\\ud83d"')` makes, or a byte
-that is no UTF-8, as `surrogateescape` reads it. UTF-8 has no form for either, so most libraries raise. Here they become the
-six characters of their escape, which people can read. Owns that form; knows nothing of who writes where.
+that is no UTF-8, as `surrogateescape` reads it. UTF-8 has no form for either, so most libraries raise. Here they become the six
+characters of their escape, which people can read. Owns that form; does not know who writes text.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-# terminals act on them; tab and newline stay
+# terminals interpret these characters; tab and newline are kept
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def whole(text: str) -> str:
-    """The text with each half character as its escape: UTF-8 can hold it. A text without any stays as it is."""
+    """The text with each half character as its escape, so that UTF-8 can hold it. Other texts stay unchanged."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def whole_values(value: Any) -> Any:
-    """A value as JSON may have it, with every text in it whole: keys of mappings too."""
+    """A JSON value with every text in it whole, keys of mappings too."""
     if isinstance(value, str):
         return whole(value)
     if isinstance(value, Mapping):
@@ -38,24 +38,24 @@ def whole_values(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """A text to be printed: whole, and with control characters as their escapes, such as those that move a terminal's cursor."""
+    """A text to be printed: whole, and with control characters as their escapes, such as moves of a terminal's cursor."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", whole(text))
 
 
 def printable_json(value: Any, **options: Any) -> str:
-    """JSON to be printed: `json_text` with the control characters as escapes that JSON leaves alone. It is read again as the same."""
+    """JSON to be printed: `json_text`, also with escapes for control characters that JSON leaves alone. It parses to the same."""
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text(value, **options))
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """JSON with letters of every language as they are. Half a character keeps its escape: it is read again as what it was."""
+    """JSON with the letters of every language unescaped. Half a character keeps its escape, so that it parses to the same."""
     return whole(json.dumps(value, ensure_ascii=False, **options))
 
 
 def take_any_text() -> None:
-    """From now on, stdout, stderr and the log of this process take any text: what they could not write is escaped there.
+    """From now on, stdout, stderr and the log of this process accept any text and escape what they cannot write.
 
-    So are control characters in lines of the log, which a terminal would act on.
+    They also escape control characters in lines of the log, which a terminal would interpret.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -64,7 +64,7 @@ def take_any_text() -> None:
 
 
 class _PrintableLine(logging.LogRecord):
-    """A line of the log, which a terminal shows, and Prefect's server has as JSON."""
+    """A line of the log, which a terminal shows, and Prefect's server stores as JSON."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())

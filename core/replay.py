@@ -1,7 +1,8 @@
-"""A step that is made again: what it was made under, and whether it is the same step.
+"""A repeated step: its settings, and whether it equals the recorded step.
 
-A step follows from the weights, its batch, the configuration and the machine's arithmetic. The last two are kept with its
-figures as `settings`. Steps of earlier releases have none: their rate is among the figures, the rest is the run's configuration.
+A step follows from the weights, its batch, the configuration and the machine's arithmetic. The last two are stored with its
+metrics as `settings`. Steps of earlier releases have none: their learning rate is among the metrics, the rest comes from the
+run's configuration.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import StepMetrics, StepSettings
 from millrace.core.errors import ReplayedStepError, TrainerError
 
-SECTIONS = ("rollout", "algorithm", "trainer")  # what a step reads
-# of the optimizer: a trainer can change them between two steps
+SECTIONS = ("rollout", "algorithm", "trainer")  # sections that a step reads
+# fields of the optimizer that a trainer can change between two steps
 NUMBERS = ("betas", "eps", "weight_decay", "clip_grad")
-NOT_BUILT_IN = (  # what a trainer follows without being built again
+NOT_BUILT_IN = (  # fields that a trainer follows without being rebuilt
     *(f"trainer.optimizer.{name}" for name in NUMBERS),
-    "trainer.optimizer.lr",  # the rates follow from these, and are among the figures
+    "trainer.optimizer.lr",  # the learning rates follow from these, and are among the metrics
     "trainer.schedule.",
     "algorithm.advantage.critic.lr",
     "algorithm.advantage.critic.schedule",
-    "algorithm.on_policy_guard",  # refuses, and changes no step
+    "algorithm.on_policy_guard",  # it refuses steps, and changes none
 )
-# folders that are known by their files' hashes, and may lie elsewhere at another start
+# folders that are identified by their files' hashes, and may have another path at another start
 MAY_MOVE = ("algorithm.teacher", "algorithm.reference", "algorithm.advantage.critic.path")
 LOSS_TOLERANCE = (1e-3, 1e-2)  # absolute, relative
 NORM_TOLERANCE = (1e-4, 1e-2)
@@ -36,7 +37,7 @@ BFLOAT16_FACTOR = 10.0
 
 
 def settings_of(config: RunConfig, numerics: Mapping[str, Any]) -> StepSettings:
-    """What a step is made under: every field that another start or a branch may set otherwise and that a step reads.
+    """Settings of a step: every field that a step reads and that another start or a branch may change.
 
     numerics: device, layout and versions, on which the last bits depend.
     """
@@ -45,7 +46,7 @@ def settings_of(config: RunConfig, numerics: Mapping[str, Any]) -> StepSettings:
 
 
 class StepNumbers(TypedDict, total=False):
-    """What the optimizer makes one step with; a number that is missing is the configuration's."""
+    """The optimizer's numbers for one step; the configuration has the missing ones."""
 
     lr: float
     betas: tuple[float, float]
@@ -55,7 +56,7 @@ class StepNumbers(TypedDict, total=False):
 
 
 def numbers_of(recorded: StepMetrics, prefix: str = "") -> StepNumbers:
-    """The optimizer's numbers of a recorded step; those that it does not say are the configuration's.
+    """The optimizer's numbers of a recorded step; the configuration has the missing ones.
 
     prefix: of the model's metrics, "critic_" for the critic.
     """
@@ -70,20 +71,20 @@ def numbers_of(recorded: StepMetrics, prefix: str = "") -> StepNumbers:
 def was_whitened_apart(recorded: StepMetrics) -> bool:
     """Whether a step was made when advantages were whitened over each step's samples, not the iteration's.
 
-    So were those of earlier releases, which kept no settings.
+    Steps of earlier releases, which stored no settings, were made so.
     """
     return "settings" not in recorded
 
 
 def settings_again(recorded: StepMetrics | None, now: StepSettings) -> StepSettings:
-    """What a step is made under now: the recorded configuration if it is made again, and this machine's numerics."""
+    """Settings of a step on this machine: its numerics, with the recorded configuration if the step is repeated."""
     if recorded is None or "settings" not in recorded:
         return now
     return {**now, "configuration": recorded["settings"]["configuration"]}
 
 
 def check_trainer_fits(version: int, recorded: StepMetrics, now: StepSettings) -> None:
-    """Raise TrainerError if a step was made under settings that this trainer was not built with."""
+    """Raise TrainerError if this trainer was built with other settings than a step."""
     if "settings" not in recorded:
         return
     then, here = (dict(_flat(each["configuration"])) for each in (recorded["settings"], now))
@@ -92,12 +93,12 @@ def check_trainer_fits(version: int, recorded: StepMetrics, now: StepSettings) -
         if then[path] != here[path] and not moved and not path.startswith(NOT_BUILT_IN):
             raise TrainerError(
                 f"step {version} was made under {path} = {then[path]!r}, this trainer was built with {here[path]!r}",
-                remedy="replay the iterations before and after the change apart",
+                remedy="replay the iterations before and after the change separately",
             )
 
 
 def check_replayed(index: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
-    """Raise ReplayedStepError if a step that was made again has another loss or gradient norm than the recorded one.
+    """Raise ReplayedStepError if a repeated step has another loss or gradient norm than the recorded one.
 
     index: of the iteration. exact: whether they must be equal bit for bit; else within a tolerance.
     """
@@ -113,7 +114,7 @@ def check_replayed(index: int, recorded: StepMetrics, again: StepMetrics, *, exa
 
 
 def is_exact(recorded: StepMetrics, again: StepMetrics) -> bool:
-    """Whether a step made again must be equal bit for bit: on a CPU, under the same numerics."""
+    """Whether a repeated step must be equal bit for bit: on a CPU, under the same numerics."""
     if "settings" not in recorded or "settings" not in again:
         return False
     then, now = recorded["settings"]["numerics"], again["settings"]["numerics"]
@@ -143,7 +144,7 @@ def with_settings(config: RunConfig, recorded: StepMetrics) -> RunConfig:
 
 
 def _laid_over(section: BaseModel, values: dict[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A section's `values` with what only a branch may set otherwise taken from `over`; without `over` that part alone."""
+    """A section's `values`, with fields that only a branch may change taken from `over`; without `over` only these fields."""
     made: dict[str, Any] = {} if over is None else dict(values)
     for name, field in type(section).model_fields.items():
         if name not in values or (over is not None and name not in over):

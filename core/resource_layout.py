@@ -1,7 +1,7 @@
 """Which part of a cluster each trainer rank and each engine gets.
 
-Owns how GPUs and CPUs are bundled: a bundle lies on one node. It is an engine's GPUs, or those of one tensor parallel
-group; where trainer and engines share GPUs it is both, so that they stay together wherever it goes. Pure.
+Owns how GPUs and CPUs are bundled: a bundle lies on one node. It holds the GPUs of an engine or of one tensor parallel group.
+If trainer and engines share GPUs, it holds both, so that they stay together on any node. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ResourceLayout:
-    """What a run reserves, and the place of each actor of a role in it."""
+    """The resources that a run reserves, and each actor's place in them."""
 
     bundles: list[dict[str, float]]
     of: Mapping[str, list[Slot]]
@@ -68,6 +68,6 @@ def _bundles(slots: int, size: int, on_gpu: bool) -> list[dict[str, float]]:
 
 
 def _row(count: int, gpus: int, size: int) -> list[Slot]:
-    """Actors of `gpus` GPUs each, one after the other in bundles of `size`; without GPUs, one a place."""
+    """Slots of actors with `gpus` GPUs each, one after the other in bundles of `size`; without GPUs, one actor a bundle."""
     firsts = [index * max(1, gpus) for index in range(count)]
     return [Slot(first // size, range(first % size, first % size + gpus)) for first in firsts]

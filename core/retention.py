@@ -18,8 +18,8 @@ def checkpoints_to_drop(
 ) -> list[int]:
     """Complete checkpoints, by iterations trained, that no rule keeps.
 
-    The newest `keep_last` stay, each that `keep_every` divides, and the one with the highest of `scores` (the earliest
-    of equals). Recovery needs only the newest complete checkpoint, which always stays.
+    Kept are the newest `keep_last`, each that `keep_every` divides, and the best of `scores` (the earliest of equals). Recovery
+    needs only the newest complete checkpoint, which always stays.
     """
     assert keep_last >= 1
     ordered = sorted(complete)

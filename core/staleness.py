@@ -1,9 +1,8 @@
 """How old the policy was that generated a token, in weight versions, and which versions may generate what. Pure.
 
-An iteration i is trained on the weights that the one before it made. With L iterations ahead it opens when iteration i-L-1 is
-trained and its weights are served. So each of its tokens is made by a version that is at most L iterations older than the
-one that it trains, and nothing need be dropped for its age. What is deferred to a later iteration is one version older for each
-time it was.
+Iteration i is trained on the weights that iteration i-1 made. With L iterations ahead it opens when iteration i-L-1 is
+trained and its weights are served. So each of its tokens is made by a version at most L iterations older than the weights it
+trains, and nothing need be dropped for its age. Each deferral makes tokens one version older.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pyarrow as pa
 
 from millrace.core.contracts.sample import PolicySpan
 
-LOW_IN_A_ROW = 3  # iterations: one batch of odd samples says nothing of the setting
+LOW_IN_A_ROW = 3  # iterations: one odd batch says little about the setting
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class VersionRange:
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many iterations may be open ahead of the trained one, by the iteration that is drawn: `pipeline.ahead` over a run's life.
+    """How many iterations may be open ahead of the trained one, for each drawn iteration: `pipeline.ahead` over a run's life.
 
     spans: the first iteration of each setting, and its value, in order. Iterations before the first have 0.
     """
@@ -59,14 +58,14 @@ class Ahead:
         return next((ahead for since, ahead in reversed(self.spans) if since <= iteration), 0)
 
     def since(self, iteration: int, ahead: int) -> Ahead:
-        """The same with another value from an iteration on; itself if that is its value already."""
+        """A copy with another value from an iteration on; itself if it has that value already."""
         before = tuple(span for span in self.spans if span[0] < iteration)
         kept = Ahead(before)
         return kept if kept.at(iteration) == ahead else Ahead((*before, (iteration, ahead)))
 
 
 def oldest_versions(policy_versions: pa.ChunkedArray, none: int) -> npt.NDArray[np.int64]:
-    """Weight version that made the oldest token of each sample; `none` for one that no span covers."""
+    """Weight version that made the oldest token of each sample; `none` for a sample that no span covers."""
     found = np.full(len(policy_versions), none, np.int64)
     first = 0
     for lists in policy_versions.chunks:
@@ -81,10 +80,10 @@ def oldest_versions(policy_versions: pa.ChunkedArray, none: int) -> npt.NDArray[
 
 
 def lowered(ahead: Ahead, iteration: int, ess: Mapping[int, float | None], min_ess: float) -> Ahead:
-    """How far ahead runs may be, once it is decided for an iteration that is about to be drawn: as `ahead`, or less from it on.
+    """The setting for an iteration that is about to be drawn: `ahead`, or a lower value from this iteration on.
 
-    ess: `train/ess` by iteration. Only iterations count that are committed before this one may be drawn, whatever else is: so the
-    decision is the same when it is made again. They must have been drawn under the present setting. See `ahead_after`.
+    ess: `train/ess` by iteration. Only iterations count that must be committed before this one may be drawn, and that were
+    drawn under the present setting, so that a repeated decision is the same. See `ahead_after`.
     """
     now = ahead.at(iteration)
     since = max((first for first, _ in ahead.spans if first <= iteration), default=0)
@@ -100,10 +99,10 @@ def admissible(oldest: int, iteration: int, max_staleness: int, steps: int) -> b
 def token_ages(
     policy_versions: Sequence[PolicySpan], length: int, trained: int, steps: int
 ) -> npt.NDArray[np.int64]:
-    """Age of each response token [length]: published versions between the one that made it and `trained`, at least 0.
+    """Age of each response token [length]: published versions between its own and `trained`, at least 0.
 
-    One version is published an iteration, of `steps` optimizer steps. trained: the weight version that the iteration starts from.
-    A version between two published ones, as an iteration of another number of steps leaves it, counts as the older of them.
+    One version is published an iteration, of `steps` optimizer steps. trained: the weight version that the iteration starts
+    from. A version between two published ones, as after an iteration with another number of steps, counts as the older of them.
     Tokens that no span covers have age 0.
     """
     ages = np.zeros(length, np.int64)
@@ -117,7 +116,7 @@ def ahead_after(ess_history: Sequence[float | None], ahead: int, min_ess: float)
     """How many iterations to be ahead from the next one on: `ahead`, or one less if the correction weights degenerate.
 
     ess_history: the effective sample size as a share (`train/ess`) of each iteration since `ahead` took effect, the newest
-    last; None where it was not measured. One less if each of the last three is below `min_ess`; never below 0, and never
+    last; None if it was not measured. One less if each of the last three is below `min_ess`; never below 0, and never
     more: a setting that was too much is not tried again.
     """
     last = ess_history[-LOW_IN_A_ROW:]

@@ -50,7 +50,7 @@ class Trainer(Section):
     """The Megatron trainer."""
 
     world_size: Annotated[int, ANY_START] = Field(
-        1, ge=1, description="Ranks: one process each, one GPU each where there are GPUs."
+        1, ge=1, description="Ranks: one process each, one GPU each if there are GPUs."
     )
     device: Annotated[Literal["auto", "cpu", "cuda"], ANY_START] = Field(
         "auto", description="auto takes the GPU when there is one."
@@ -64,8 +64,7 @@ class Trainer(Section):
     passes: Annotated[int, fixed("the number of steps an iteration follows from it")] = Field(
         1,
         ge=1,
-        description="Times that an iteration's batch is trained, each time in the same steps and the same order. Advantages and old "
-        "log-probabilities are those of before the first; the loss's clip bounds the others.",
+        description="Times that an iteration's batch is trained, each time in the same steps and the same order. Advantages and old log-probabilities are computed before the first pass; the loss's clip bounds the later ones.",
     )
     max_pack_tokens: Annotated[int, ANY_START] = Field(
         8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens."
@@ -79,8 +78,7 @@ class Trainer(Section):
     logprob_chunk_tokens: Annotated[int, ANY_START] = Field(
         1024,
         ge=1,
-        description="Tokens whose logits are in memory at once, in fp32 on the CPU; on a GPU four times as many in the model's "
-        "type, and more while there is room.",
+        description="Tokens whose logits are in memory at once, in fp32 on the CPU; on a GPU four times as many in the model's type, and more if memory allows.",
     )
     store_logprobs: Annotated[bool, ANY_START] = Field(
         False,
@@ -98,14 +96,14 @@ class Trainer(Section):
     )
     megatron: Annotated[dict[str, Any], in_a_branch(ALGORITHM)] = Field(
         {},
-        description="Fields of megatron-core's TransformerConfig by their own names: [those that act](#trainermegatron).",
+        description="Fields of megatron-core's TransformerConfig by their own names: [supported fields](#trainermegatron).",
     )
     megatron_optimizer: Annotated[
         dict[str, Any], fixed("the optimizer's state has groups that follow from it")
     ] = Field(
-        {}, description="The same of its OptimizerConfig: [those that act](#trainermegatron_optimizer)."
+        {}, description="Fields of its OptimizerConfig: [supported fields](#trainermegatron_optimizer)."
     )
     megatron_ddp: Annotated[dict[str, Any], ANY_START] = Field(
         {},
-        description="The same of its DistributedDataParallelConfig: [those that act](#trainermegatron_ddp).",
+        description="Fields of its DistributedDataParallelConfig: [supported fields](#trainermegatron_ddp).",
     )

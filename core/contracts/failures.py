@@ -1,4 +1,4 @@
-"""Failures counted by reason: a budget that is spent names the most frequent one, how often it was, and an example."""
+"""Failures counted by reason: the error of a spent budget names the most frequent one, its count and an example."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from pathlib import Path
 from millrace.core.errors import BudgetError
 
 log = logging.getLogger(__name__)
-VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # in messages that differ by sample: what was read, numbers
+VARIES = re.compile(
+    r"'[^']*'|\"[^\"]*\"|\d+"
+)  # text in messages that differs by sample: quoted text, and numbers
 LONGEST = 300
 
 
 class Failures:
-    """What failed, by reason. Reasons that differ in quoted text or numbers alone are of one kind."""
+    """Failures by reason. Reasons that differ only in quoted text or numbers count as one."""
 
     def __init__(self) -> None:
         self.total = 0
         self._kinds: dict[str, tuple[int, str, str]] = {}  # count, first reason, first example
 
     def add(self, reason: str, example: str) -> None:
-        """Count a failure. example: what a person can look up, such as a sample's id."""
+        """Count a failure. example: something to look up, such as a sample's id."""
         self.total += 1
         kind = VARIES.sub("…", reason)
         count, first, its_example = self._kinds.get(kind, (0, reason, example))
         self._kinds[kind] = (count + 1, first, its_example)
 
     def most_frequent(self) -> str:
-        """The most frequent reason in one line, its count, and the example that came first; of a tie the first reason."""
+        """The most frequent reason in one line, with its count and its first example; in a tie the first reason."""
         count, reason, example = max(self._kinds.values(), key=lambda kind: kind[0])
         line = " ".join(reason.split())
         shown = line if len(line) <= LONGEST else f"{line[:LONGEST]} …"
@@ -37,10 +39,10 @@ class Failures:
 
 
 class RestartBudget:
-    """How often the engines of a run, and its router, are started again while one driver drives it."""
+    """How often one driver may restart the run's engines and router."""
 
     def __init__(self, allowed: int, logs: Callable[[], Path]) -> None:
-        """allowed: engines.restarts. logs: the folder of the logs, NAME.log each."""
+        """allowed: engines.restarts. logs: gives the folder of the logs, NAME.log each."""
         self.allowed = allowed
         self.deaths = Failures()
         self._logs = logs

@@ -1,4 +1,4 @@
-"""The names under which figures of held-out sets stand in metrics."""
+"""Names of the metrics of held-out sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:
 
 
 def _parts(sets: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What each set and each of its subsets holds, by how the names of their metrics begin."""
+    """Each set and each subset, by the prefix of their metrics' names."""
     for name, result in sets.items():
         yield f"eval/{name}", result
         for subset, part in result.get("subsets", {}).items():

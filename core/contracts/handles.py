@@ -1,7 +1,7 @@
 """What the driver may ask of parts that live in other processes: trainer ranks, engine servers, the router's server.
 
-One Protocol a kind of part, with real methods. Proxies of Ray actors implement them (tasks/runtime/proxies.py), and whatever
-else stands for such a part: an engine that is only known by its address, a server in a test's own process.
+One Protocol a kind of part, with real methods. Proxies of Ray actors implement them (tasks/runtime/proxies.py), and so do other
+stand-ins for such a part: an engine that is only known by its address, a server in a test's own process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.logprob_gap import LogprobGuard
 from millrace.core.model_folder.served_files import ALONE, Served
 
-# The header that says how many of a request's last input ids are output of the same answer, made before. sglang-router drops
-# fields that it does not know, and passes headers that begin so; SGLang, whose noise goes by the place in the whole, reads none.
+# This header says how many of a request's last input ids are output of the same answer, generated before. It is no field of the
+# request because sglang-router drops unknown fields but passes headers with this prefix. SGLang does not read it: its noise
+# depends on the position in the whole sequence.
 CONTINUED = "x-request-id-continued"
 
 
@@ -27,24 +28,24 @@ class HeldOutSample(NamedTuple):
 
 
 class ServerState(TypedDict):
-    """What the holder of a server process reports of it."""
+    """State of a server process, as its holder reports it."""
 
     alive: bool  # the process lives and has answered
     url: str | None  # None unless alive
     pid: int | None
-    key: str | None  # what it asks of every request but /health; None: nothing
-    starts: int  # how often it was started
-    log: str  # where its log is
+    key: str | None  # the key that requests other than /health must send; None: no key
+    starts: int  # number of starts
+    log: str  # path of its log
     index: NotRequired[int]
-    released: NotRequired[list[str]]  # tags of GPU memory that the engine has given back
-    address: NotRequired[str]  # of its node
+    released: NotRequired[list[str]]  # tags of GPU memory that the engine has released
+    address: NotRequired[str]  # address of its node
 
 
 class ServerHandle(Protocol):
-    """The holder of one server process. Every call raises ActorLostError if the holder is gone."""
+    """The process that holds one server process. Every call raises ActorLostError if the holder is gone."""
 
     async def state(self) -> ServerState:
-        """Whether the process lives, and where it answers."""
+        """Whether the process lives, and its URL."""
         ...
 
     async def kill(self) -> None:
@@ -60,7 +61,7 @@ class EngineHandle(ServerHandle, Protocol):
         ...
 
     async def note_released(self, tags: list[str]) -> None:
-        """Remember which GPU memory the engine has given back, for a driver that comes later."""
+        """Remember which GPU memory the engine has released, for a later driver."""
         ...
 
     async def download(self, url: str) -> str:
@@ -68,7 +69,7 @@ class EngineHandle(ServerHandle, Protocol):
         ...
 
     async def remove_download(self) -> None:
-        """Remove what was downloaded."""
+        """Remove the downloaded folder."""
         ...
 
 
@@ -76,7 +77,7 @@ class RouterHandle(ServerHandle, Protocol):
     """The holder of the router's server."""
 
     async def start(self) -> ServerState:
-        """Start the router, which knows no engine yet, unless it lives."""
+        """Start the router without engines, unless it lives."""
         ...
 
 
@@ -98,7 +99,7 @@ class BroadcastSource(Protocol):
         ...
 
     async def open(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
-        """Open a group that engines can join, in place of any before."""
+        """Open a group that engines can join, and close any earlier one."""
         ...
 
     async def enter(self, size: int) -> None:
@@ -115,37 +116,37 @@ class BroadcastSource(Protocol):
 
 
 class SaveState(TypedDict):
-    """A checkpoint that is written while training goes on."""
+    """A checkpoint that is written while training continues."""
 
     url: str
     version: int
     state: Literal["writing", "written", "failed"]
-    reason: str | None  # why it failed
+    reason: str | None  # the reason of its failure
 
 
 class BackgroundSaves(Protocol):
-    """Checkpoints that the trainer's ranks write while they go on, one at a time.
+    """Checkpoints that the trainer's ranks write while they continue to train, one at a time.
 
     Raises ActorLostError if a rank is gone, else what the rank raises.
     """
 
     async def begin(self, url: str) -> None:
-        """Copy a checkpoint to host memory and have it written under a URL. One that was begun before and not committed is dropped."""
+        """Copy a checkpoint to host memory and start writing it under a URL. An earlier uncommitted checkpoint is dropped."""
         ...
 
     async def state(self) -> SaveState | None:
-        """The one that was begun last and not committed: written when every rank has written its part. Answers while they work."""
+        """State of the newest uncommitted checkpoint; it is written once all ranks have written their parts. Does not wait."""
         ...
 
     async def commit(self) -> float:
-        """Wait until it is written, and write its complete.json; seconds that writing took.
+        """Wait until the checkpoint is written, and write its complete.json; returns the seconds that writing took.
 
-        Raises StorageError if a rank could not write, or storage does not take it: then it can be called again.
+        Raises StorageError if a rank or storage fails to write it; then it can be called again.
         """
         ...
 
     async def drop(self) -> None:
-        """Forget it."""
+        """Drop the uncommitted checkpoint."""
         ...
 
 
@@ -162,11 +163,11 @@ class TrainerHandle(Protocol):
 
     @property
     def saves(self) -> BackgroundSaves:
-        """Checkpoints that the ranks write while they go on."""
+        """Checkpoints that the ranks write while they continue to train."""
         ...
 
     async def versions(self) -> set[int | None]:
-        """Weight versions that the ranks hold; {None} if a rank is gone. Answers while they work."""
+        """Weight versions that the ranks hold; {None} if a rank is gone. Does not wait for calls under way."""
         ...
 
     async def prepare(self) -> None:
@@ -174,7 +175,7 @@ class TrainerHandle(Protocol):
         ...
 
     async def setup(self) -> None:
-        """Meet, build the model and hold version 0."""
+        """Join the process group and build the model at version 0."""
         ...
 
     async def load(self, url: str) -> int:
@@ -191,20 +192,20 @@ class TrainerHandle(Protocol):
         chunks: Sequence[int] | None = None,
         stores: bool = False,
     ) -> StepMetrics:
-        """Make weight version `version` of the one before, or again as it is `recorded`; returns the step's figures.
+        """Train weight version `version` from the previous one, or repeat the `recorded` step; returns the step's metrics.
 
         guard: for an iteration's first step. batch_sha256: the hash of the batch in the record or manifest that committed it.
-        chunks: rows of each chunk, where passes are made chunk by chunk. stores: whether the trainer's log-probabilities are
+        chunks: rows of each chunk, if passes are made chunk by chunk. stores: whether the trainer's log-probabilities are
         written beside the batch, for an iteration's first step.
         """
         ...
 
     async def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
-        """Make the passes of a chunk of the step to `version`; returns how many chunks the ranks hold then."""
+        """Make the passes of a chunk of the step to `version`; returns the number of chunks that the ranks then hold."""
         ...
 
     async def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
-        """Loss of each sample under weight version `version`, which the ranks hold: a sum over its tokens that have one, nats."""
+        """Loss of each sample under weight version `version`, which the ranks hold: a sum over its tokens with a loss, nats."""
         ...
 
     async def save(self, url: str) -> None:
@@ -216,18 +217,17 @@ class TrainerHandle(Protocol):
         ...
 
     async def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
-        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. served: how the run asked
-        its engines."""
+        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. served: see Served."""
         ...
 
     async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:
-        """Each rank's copy of bucket `number` of the weights; 0 begins a new pass."""
+        """Each rank's copy of bucket `number` of the weights; 0 starts a new pass."""
         ...
 
     async def end_buckets(self) -> None:
-        """Let go of the last bucket."""
+        """Free the last bucket."""
         ...
 
     async def offload(self) -> int:
-        """Leave GPU memory to engines: all but the weights goes to the host. Returns the bytes that rank 0 freed."""
+        """Free GPU memory for engines: all but the weights goes to the host. Returns the bytes that rank 0 freed."""
         ...

@@ -1,4 +1,4 @@
-"""What became of the groups of a committed iteration: what the ledger is computed from. Pure."""
+"""What became of the groups of a committed iteration. The ledger is computed from it. Pure."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class GroupOutcome(BaseModel):
     verdict: Verdict
     reason: str | None = None
     steps: list[int] = []  # weight versions made by the steps that take its samples; empty unless kept
-    score: float | None = None  # mean reward of its scored rollouts; None where it has none
-    std: float | None = None  # their standard deviation; None where the run has no buffer
+    score: float | None = None  # mean reward of its scored rollouts; None without one
+    std: float | None = None  # standard deviation of these rewards; None if the run has no buffer
 
     @property
     def key(self) -> Key:
@@ -44,16 +44,18 @@ class IterationHistory(BaseModel):
     verdict: list[Verdict]
     reasons: dict[str, list[int]] = {}  # ordinals by reason
     steps: dict[int, list[int]] = {}  # ordinals by step
-    scores: list[float | None] = []  # of each group; empty where none is stored
-    stds: list[float | None] = []  # of each group; empty where none is stored
+    scores: list[float | None] = []  # score of each group; empty if no group has one
+    stds: list[float | None] = []  # standard deviation of each group; empty if no group has one
     reused: dict[
         int, list[int]
     ] = {}  # groups of earlier iterations that were trained again: ordinals by iteration
-    drawn: int | None = None  # groups that it drew; those after them were deferred to it. None: it drew all
+    drawn: int | None = (
+        None  # groups that it drew; the groups after them were deferred to it. None: it drew all
+    )
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The stored form. What earlier releases did not have is left out where it is empty: manifests' hashes follow from it."""
+        """The stored form. Newer fields are left out if empty, since manifests' hashes depend on the stored form."""
         later = ("scores", "stds", "reused")
         return {
             name: value
@@ -69,9 +71,9 @@ class IterationHistory(BaseModel):
         reused: Mapping[int, Iterable[int]] | None = None,
         joined: int = 0,
     ) -> IterationHistory:
-        """The history that these groups make; their ordinals count from 0. reused: ordinals by iteration.
+        """The history of these groups, whose ordinals count from 0. reused: ordinals by iteration.
 
-        joined: how many of them, the last ones, were deferred to the iteration.
+        joined: how many groups, the last ones, were deferred to the iteration.
         """
         ordered = sorted(groups, key=lambda group: group.ordinal)
         assert [group.ordinal for group in ordered] == list(range(len(ordered))), "ordinals count from 0"
@@ -120,14 +122,14 @@ class IterationHistory(BaseModel):
         return [key for key, verdict in verdicts if verdict == "deferred"]
 
     def all_keys(self) -> list[Key]:
-        """The names of all its groups: those that it drew, then those that were deferred to it."""
+        """The names of all its groups: first the drawn ones, then those deferred to it."""
         return [
             (self.sources[n], row, epoch)
             for n, row, epoch in zip(self.source, self.row, self.epoch, strict=True)
         ]
 
     def groups(self) -> list[GroupOutcome]:
-        """All its groups; the ordinals of those that were deferred to it follow on those that it drew."""
+        """All its groups; groups deferred to it have the ordinals after the drawn ones."""
         reason = {ordinal: text for text, ordinals in self.reasons.items() for ordinal in ordinals}
         steps: dict[int, list[int]] = {}
         for step, ordinals in sorted(self.steps.items()):

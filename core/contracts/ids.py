@@ -1,4 +1,4 @@
-"""Stable names and seeds: each follows from what it names, so that the same thing made twice has the same name. Pure."""
+"""Stable names and seeds: each is derived from what it names, so that the same thing made twice has the same name. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SEED_BITS = 62
 
 
 def digest(*parts: str | int) -> str:
-    """32 hex digits that follow from the parts, in order; different lists of parts have different texts."""
+    """A hash of the parts in order, 32 hex digits; different lists of parts give different texts to hash."""
     text = "".join(f"{type(part).__name__}:{len(str(part))}:{part}" for part in parts)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def prompt_id(source: str, row: int, content: str) -> str:
-    """Id of a prompt: its source, its row and what stands there."""
+    """Id of a prompt: its source, its row and the row's content."""
     return digest("prompt", source, row, content)
 
 
@@ -36,17 +36,17 @@ def branch_id(rollout: str, branch: int) -> str:
 
 
 def rollout_of(sample: str) -> str:
-    """Id of the rollout that a sample is of: for one that did not branch, its own."""
+    """Id of a sample's rollout; the sample's own id if the rollout did not branch."""
     return sample.partition(".")[0]
 
 
 def tokens_hash(ids: Sequence[int]) -> str:
-    """32 hex digits that follow from token ids."""
+    """A hash of token ids, 32 hex digits."""
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
 
 
 def turn_seed(seed: int, branch: int, turn: int) -> int:
-    """Sampling seed of a turn; within 31 bits. The first turn of a rollout has its sample's own."""
+    """Sampling seed of a turn; within 31 bits. The first turn of a rollout has its sample's seed."""
     return derived_seed(seed, "turn", branch, turn) & 0x7FFFFFFF if branch or turn else seed
 
 
@@ -60,8 +60,8 @@ def sample_seed(
 ) -> int:
     """Sampling seed of sample `index` of a draw; within 31 bits, as engines take it.
 
-    `prompt` and `ordinal` name the draw, as for `group_id`. No seed depends on what a run is called: `seed_name` is empty,
-    but for runs that began when seeds followed from the run's name (core/config/reading/stored.py).
+    `prompt` and `ordinal` name the draw, as for `group_id`. No seed depends on the run's name: `seed_name` is empty, except in
+    runs from a time when seeds were derived from the name (core/config/reading/stored.py).
     """
     place = sample_id(group_id(seed_name, iteration, prompt, ordinal), index)
     return derived_seed(seed, "sample", place) & 0x7FFFFFFF
@@ -73,7 +73,7 @@ def iteration_number(index: int) -> int:
 
 
 def run_identity(name: str, folder: str, run_id: str) -> str:
-    """What a run's actors, placement group, shared memory and temporary folders are named by: one folder's run alone.
+    """The name of a run's actors, placement group, shared memory and temporary folders, unique to one run folder.
 
     A copied run folder has the same `run_id`, a run of the same name under another storage root the same `name`.
     """

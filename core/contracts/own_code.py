@@ -1,7 +1,7 @@
-"""The code of the user's functions as the start of a run found it. A process that begins later must find the same.
+"""The code of the user's functions at the start of a run. A process that starts later must find the same code.
 
-Whoever starts a run passes the hashes on (`expect`); processes that it starts have them in their environment. Knows nothing of
-which functions there are.
+The starting process passes the hashes on (`expect`); its child processes have them in their environment. Does not know which
+functions there are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXPECTED = "MILLRACE_OWN_CODE"  # the environment variable
 
 
 def source_of(module: ModuleType) -> Path | None:
-    """The file of a module; None where it has none."""
+    """The file of a module; None if it has none."""
     try:
         found = inspect.getsourcefile(module)
     except TypeError:
@@ -34,18 +34,18 @@ def hash_of(file: Path) -> str:
 
 
 def expect(hashes: Mapping[str, str]) -> None:
-    """From now on, this process and those that it starts take only this code for these modules."""
+    """From now on, this process and its child processes accept only this code for these modules."""
     os.environ[EXPECTED] = json.dumps(dict(hashes), sort_keys=True)
 
 
 def expected() -> dict[str, str]:
-    """Hashes by module; none where no run was started."""
+    """Hashes by module; empty if no run was started."""
     found: dict[str, str] = json.loads(os.environ.get(EXPECTED, "{}"))
     return found
 
 
 def check_unchanged(module: ModuleType, where: str) -> None:
-    """Raise ConfigError for a module that was just imported, if its code is not what the start of the run found."""
+    """Raise ConfigError for a module that was just imported, if its code differs from the code at the start of the run."""
     wanted, source = expected().get(module.__name__), source_of(module)
     if wanted and source and hash_of(source) != wanted:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""How a part of a run that is waited for says so in the log of whoever waits: it starts, it is there, it takes its time, so many are done."""
+"""Log lines about waiting for a part of a run: it starts, it is ready, it takes long, so many are done."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE_S = 5.0  # of a wait that says nothing
-AGAIN_S = 15.0  # until it is said again
+PATIENCE_S = 5.0  # a wait up to this long logs nothing
+AGAIN_S = 15.0  # time between repeated lines
 COUNT_EVERY_S = 10.0
 
 
 @contextmanager
 def starting(log: logging.Logger, what: str) -> Iterator[None]:
-    """Log that `what` starts, every AGAIN_S that it is not there, and that it is there once the block ends without an error."""
+    """Log that `what` starts, every AGAIN_S that it is not ready, and that it is ready when the block ends without an error."""
     log.info("starting %s", what)
     began = time.perf_counter()
     with _said_again(log, f"{what}: not there yet", AGAIN_S):
@@ -26,7 +26,7 @@ def starting(log: logging.Logger, what: str) -> Iterator[None]:
 
 @contextmanager
 def waiting(log: logging.Logger, what: str) -> Iterator[None]:
-    """Log that `what` is waited for if the block takes longer than PATIENCE_S, again every AGAIN_S, and how long it took."""
+    """Log a wait for `what` if the block takes longer than PATIENCE_S, again every AGAIN_S, and how long it took."""
     began = time.perf_counter()
     with _said_again(log, f"waiting for {what}", PATIENCE_S) as said:
         yield
@@ -36,9 +36,10 @@ def waiting(log: logging.Logger, what: str) -> Iterator[None]:
 
 @contextmanager
 def _said_again(log: logging.Logger, text: str, first_s: float) -> Iterator[threading.Event]:
-    """Log a text after `first_s` and then every AGAIN_S until the block ends. Yields what is set once it was logged.
+    """Log a text after `first_s`, then every AGAIN_S, until the block ends. Yields an event that is set by the first line.
 
-    A thread says it: the block may hold up its own one. It has the block's context, by which a line finds its flow run's page.
+    A thread logs it, since the block may block its own thread. The thread has the block's context, by which a line finds its
+    flow run's page.
     """
     began, ended, said = time.perf_counter(), threading.Event(), threading.Event()
 
@@ -61,15 +62,15 @@ def _said_again(log: logging.Logger, text: str, first_s: float) -> Iterator[thre
 
 
 class Count:
-    """Says how many of many are done, every few seconds from the first on."""
+    """Logs how many of many are done, every few seconds from the first on."""
 
     def __init__(self, log: logging.Logger, what: str, whole: int, every_s: float = COUNT_EVERY_S) -> None:
-        """what: of which there are `whole`."""
+        """what: the things counted; there are `whole` of them."""
         self._log, self._what, self._whole, self._every_s = log, what, whole, every_s
         self._done, self._said_at = 0, 0.0
 
     def add(self, more: int) -> None:
-        """Count what was done now."""
+        """Count `more` as done."""
         now = time.perf_counter()
         self._said_at = self._said_at if self._done else now
         self._done += more

@@ -1,8 +1,8 @@
-"""References to secrets: `${env:NAME}` stands for an environment variable of the process that uses the value, `${prefect:BLOCK}`
-for a Secret block of the Prefect server.
+"""References to secrets: environment variables (`${env:NAME}`) and Secret blocks of Prefect (`${prefect:BLOCK}`).
 
-A configuration keeps the reference, and so does whatever is made from it: files, messages, pages. It is replaced by the value
-where it is used, and nowhere else. Whoever starts a run reads its blocks and passes them on (`pass_on`): knows nothing of Prefect.
+A configuration keeps the reference, and so do files, messages and pages made from it. Only the code that uses the value
+replaces the reference. The process that starts a run reads its blocks and passes them on (`pass_on`), so this module does not
+know Prefect.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from millrace.core.errors import ConfigError
 
 ENV, BLOCK = r"env:[A-Za-z_][A-Za-z0-9_]*", r"prefect:[a-z0-9-]+"
 REFERENCE = re.compile(rf"\$\{{({ENV}|{BLOCK})\}}")
-WHOLE = rf"^\$\{{(?:{ENV}|{BLOCK})\}}$"  # a value that is one reference
-SHORTEST = 8  # letters of base64 that are looked for
-PASSED_ON = "MILLRACE_BLOCK_"  # how variables begin in which a run's processes find its blocks
+WHOLE = rf"^\$\{{(?:{ENV}|{BLOCK})\}}$"  # a value that is one reference and nothing else
+SHORTEST = 8  # shortest text in base64 that is searched for
+PASSED_ON = "MILLRACE_BLOCK_"  # prefix of the variables in which a run's processes find its blocks
 
 
 def references(value: Any) -> Iterator[str]:
@@ -47,7 +47,7 @@ def blocks(value: Any) -> set[str]:
 
 
 def pass_on(block: str, secret: str) -> None:
-    """From now on, this process and those that it starts have the block's secret."""
+    """From now on, this process and its child processes have the block's secret."""
     os.environ[_variable_of(f"prefect:{block}")] = secret
 
 
@@ -66,7 +66,7 @@ def resolved(value: Any, where: str) -> Any:
 
 
 def remedy(reference: str) -> str:
-    """What to do where nothing stands behind a reference."""
+    """What to do about a reference without a value."""
     kind, _, name = reference.partition(":")
     if kind == "env":
         return f"export {name}, or correct the name"
@@ -74,9 +74,9 @@ def remedy(reference: str) -> str:
 
 
 def scrubbed(text: str, value: Any) -> str:
-    """A text in which each secret that a value refers to is its reference again: what a user's code printed may hold it.
+    """Replace each secret that a value refers to by its reference: output of a user's code may hold secrets.
 
-    Also as it stands in a URL, in JSON, in Python's own notation, and in base64, with what is before it or by itself.
+    Secrets are also found as written in a URL, in JSON, in Python's notation, and in base64, alone or after other text.
     """
     for reference in references(value):
         secret = os.environ.get(_variable_of(reference))
@@ -102,7 +102,7 @@ def _variable_of(reference: str) -> str:
 
 
 def _forms(secret: str) -> list[str]:
-    """A secret as texts show it, longest first."""
+    """The forms in which texts show a secret, longest first."""
     shown = {secret, quote(secret), quote(secret, safe=""), quote_plus(secret)}
     shown |= {json.dumps(secret)[1:-1], repr(secret)[1:-1]}
     shown |= {form for before in range(3) for form in _in_base64(secret.encode(), before)}
@@ -110,9 +110,9 @@ def _forms(secret: str) -> list[str]:
 
 
 def _in_base64(secret: bytes, before: int) -> Iterator[str]:
-    """The letters of a text in base64 that show a secret alone, which stands there after `before` bytes or three more.
+    """The base64 letters that encode only a secret that starts `before` bytes (mod 3) into a text.
 
-    In the alphabet of base64 and in that for URLs. Those of a short secret are found in any text: there are none of it.
+    In the alphabet of base64 and in its alphabet for URLs. None for a short secret, whose letters any text may hold.
     """
     first, last = -(-before * 8 // 6), (before + len(secret)) * 8 // 6
     for encode in (base64.b64encode, base64.urlsafe_b64encode):

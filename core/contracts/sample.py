@@ -1,4 +1,4 @@
-"""The life of a sample: drawn, generated, scored, judged, and a row of the batch; evaluation has rows of its own.
+"""The life of a sample: drawn, generated, scored, judged, and a row of the batch. Evaluation has its own rows.
 
 Each class is one row of a stored table. Its fields, in order, are the table's columns, and `schema` makes the Arrow
 schema from them: nothing else describes a column. A field that may be None is a nullable column.
@@ -16,13 +16,13 @@ import pyarrow as pa
 
 Int32 = Annotated[int, pa.int32()]
 Float32 = Annotated[float, pa.float32()]
-# a list a row: Python's, or an array of the type that is stored, which Arrow takes as it is
+# a list a row: Python's, or an array of the stored type, which Arrow takes without conversion
 Int8s = Annotated[list[int] | npt.NDArray[np.int8], pa.list_(pa.int8())]
 Int32s = Annotated[list[int] | npt.NDArray[np.int32], pa.list_(pa.int32())]
 Float32s = Annotated[list[float] | npt.NDArray[np.float32], pa.list_(pa.float32())]
 Figures = Annotated[list[tuple[str, float]], pa.map_(pa.string(), pa.float64())]
 Texts = Annotated[list[tuple[str, str]], pa.map_(pa.string(), pa.string())]
-JsonText = str  # what may have any shape (messages, labels, metadata) is stored as JSON text
+JsonText = str  # values of any shape (messages, labels, metadata) are stored as JSON text
 
 Status = Literal["completed", "truncated", "aborted", "failed"]
 Scoring = Literal["scored", "failed", "timed_out", "skipped"]  # skipped: generation failed
@@ -81,10 +81,10 @@ class GeneratedSample:
     status: Status
     reason: str | None  # why it failed
     timings: Figures  # seconds
-    samples: Int32 | None = None  # of its rollout; None: it is the only one
+    samples: Int32 | None = None  # samples of its rollout; None: it is the only one
     role: str | None = None  # name of its branch
     dialogue: JsonText | None = None  # messages, the prompt's among them, of a rollout of several turns
-    session_reward: float | None = None  # that the rollout gave itself
+    session_reward: float | None = None  # the reward that the rollout gave itself
     session_parts: Figures | None = None
     session_texts: Texts | None = None
     session_answer: str | None = None
@@ -104,7 +104,7 @@ class ScoredSample:
     scoring: Scoring
     reason: str | None
     scoring_s: float
-    samples: Int32 | None = None  # of its rollout; None: it is the only one
+    samples: Int32 | None = None  # samples of its rollout; None: it is the only one
     role: str | None = None
     teacher_logprobs: list[Float32] | None = None  # per response token; None without a served teacher
     teacher_s: float | None = None
@@ -114,7 +114,7 @@ class ScoredSample:
     teacher_top_logprobs: list[Float32] | None = None
     teacher_hint: str | None = None  # given to it beside the prompt
     reward_texts: Texts | None = None  # parts of the reward that are texts
-    answer: str | None = None  # that the reward found, in its normal form; empty: it found none
+    answer: str | None = None  # the answer that the reward found, in its normal form; empty: it found none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class JudgedSample:
     group_reward: float | None = None  # mean reward of the group's scored rollouts
     group_reward_std: float | None = None  # standard deviation of these; None without a buffer
     reused_from: Int32 | None = None  # of a reused sample: the iteration that generated it
-    reused_ordinal: Int32 | None = None  # and the ordinal of its group there
+    reused_ordinal: Int32 | None = None  # the ordinal of its group in that iteration
     dropped_by: str | None = None  # a filter, or what the sample lacks; None unless dropped
 
 
@@ -142,21 +142,21 @@ class BatchSample(GeneratedSample):
     reward_parts: Figures
     scoring: Scoring
     verdict: Verdict
-    shaped_reward: float | None  # what the advantage is computed from; None where no advantage is
-    advantage: float | None  # None where the trainer computes it token by token
+    shaped_reward: float | None  # the reward that the advantage is computed from; None without an advantage
+    advantage: float | None  # None if the trainer computes it token by token
     train_step: int
     teacher_logprobs: list[Float32] | None = None  # per response token; None without a served teacher
     reused_from: Int32 | None = None  # of a reused sample: the iteration that generated it
-    uses: Int32 | None = None  # and how many times it has been trained then, this time included
+    uses: Int32 | None = None  # times that the reused sample has been trained, this time included
     teacher_top_tokens: list[Int32] | None = None  # of a served teacher, as ScoredSample has them
     teacher_top_logprobs: list[Float32] | None = None
-    reward_texts: Texts | None = None  # and of its reward
+    reward_texts: Texts | None = None  # and as its reward's texts
     answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLogprobs:
-    """What the trainer computed of a sample that is trained on: a row of logprobs/, with trainer.store_logprobs."""
+    """The trainer's log-probabilities of a trained sample: a row of logprobs/, with trainer.store_logprobs."""
 
     sample_id: str
     train_step: int  # of its row in batch.parquet
@@ -181,13 +181,13 @@ class EvaluatedSample:
     subset: str | None  # of its row, as evaluation.sets[].subset_key names it
     reason: str | None  # why it was not scored
     loss: float | None = None  # of a row of supervised training: mean over its tokens that have one, nats
-    loss_tokens: Int32 | None = None  # how many these are
+    loss_tokens: Int32 | None = None  # number of these tokens
     reward_texts: Texts | None = None  # parts of the reward that are texts
-    answer: str | None = None  # that the reward found, in its normal form; empty: it found none
+    answer: str | None = None  # the answer that the reward found, in its normal form; empty: it found none
 
 
 class Scorable(TypedDict):
-    """What a reward may read of a sample, of an iteration or of a held-out set."""
+    """The fields that a reward may read of a sample, in an iteration or a held-out set."""
 
     prompt: JsonText
     label: JsonText | None
@@ -203,7 +203,7 @@ class Scorable(TypedDict):
 
 
 class Unscored(Scorable):
-    """What the reward task reads of a rollout part."""
+    """The columns of a rollout part that the reward task reads."""
 
     sample_id: str
     group_id: str
@@ -214,7 +214,7 @@ class Unscored(Scorable):
 
 
 class AskedAbout(Unscored):
-    """The same where a served teacher is asked about each sample."""
+    """The columns that the reward task reads if a served teacher scores each sample."""
 
     tokens: list[Int32]
 
@@ -225,6 +225,6 @@ def columns(row: type[Any]) -> list[str]:
 
 
 def split_parts(parts: Mapping[str, float | str]) -> tuple[Figures, Texts]:
-    """A reward's parts as they are stored: numbers, and texts."""
+    """A reward's parts in their stored form: numbers, and texts."""
     texts = [(name, value) for name, value in parts.items() if isinstance(value, str)]
     return [(name, value) for name, value in parts.items() if not isinstance(value, str)], texts

@@ -1,7 +1,7 @@
 """Arrow schemas of the tables that tasks hand to each other, and their version.
 
-Owns how a row class becomes a schema, and rows a table; knows nothing of where files lie. What the columns are stands in
-`sample`, one class per table.
+Owns how a row class becomes a schema, and rows a table; knows nothing of where files lie. `sample` defines the columns, one
+class per table.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def to_table(rows: Sequence[Any], kind: str) -> pa.Table:
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """A column. One that holds half a character, which Arrow refuses, has its escape."""
+    """A column. A lone surrogate in a text, which Arrow refuses, is escaped."""
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""What the path of a data source says: files, and which of their rows. Pure.
+"""The path of a data source: its files, and which of their rows. Pure.
 
 Owns the slice at a path's end and what makes it a pattern; knows nothing of files.
 """
@@ -26,7 +26,7 @@ class SourcePath(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all rows are meant."""
+        """Whether the slice has all rows."""
         return self.first is None and self.last is None
 
     @property
@@ -40,17 +40,17 @@ class SourcePath(NamedTuple):
         return any(character in self.files for character in "*?[")
 
     def rows_of(self, total: int) -> range:
-        """Numbers of the rows that are meant, of so many."""
+        """Numbers of the rows in the slice, of `total` rows."""
         return range(total)[self.first : self.last]
 
 
 def is_compressed(name: str) -> bool:
-    """Whether a file is one of prompts that somebody has compressed."""
+    """Whether a file is a compressed file of prompts."""
     return any(name.endswith(f"{form}{ending}") for form in FORMATS for ending in COMPRESSED)
 
 
 def source_path(path: str) -> SourcePath:
-    """Read a path. Raises ValueError if it ends in what is no slice."""
+    """Read a path. Raises ValueError if it ends in an invalid slice."""
     match = SLICE.fullmatch(path)
     if match is None:
         return SourcePath(path)

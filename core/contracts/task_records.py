@@ -15,8 +15,8 @@ class FileRecord(TypedDict):
     path: str
     sha256: str
     size: int
-    rows: int | None  # of a table
-    table: str | None  # its kind
+    rows: int | None  # rows of a table
+    table: str | None  # kind of the table
 
 
 class ReusedGroup(TypedDict):
@@ -25,21 +25,21 @@ class ReusedGroup(TypedDict):
     iteration: int
     ordinal: int
     age: int  # weight versions
-    uses: int  # with this one
+    uses: int  # times that it was trained, this time included
 
 
 class CurriculumRecord(TypedDict):
-    """Where a run whose prompts follow a curriculum stands."""
+    """Progress of a run whose prompts follow a curriculum."""
 
-    levels: NotRequired[dict[str, int]]  # highest level drawn from, by source, of those with levels
+    levels: NotRequired[dict[str, int]]  # highest level drawn from, by source with levels
     stage: NotRequired[int]  # of data.stages, counted from 0
 
 
 class SamplePromptsRecord(CurriculumRecord):
-    """What sample_prompts drew."""
+    """Result of sample_prompts."""
 
     files: list[FileRecord]
-    groups: int  # with the reserve
+    groups: int  # groups with the reserve
     by_source: dict[str, int]  # groups without the reserve
     released: NotRequired[int]  # groups that generate from the start
     reused: NotRequired[list[ReusedGroup]]  # in the order in which the buffer gave them
@@ -51,12 +51,12 @@ class SampleSupervisedRecord(CurriculumRecord):
 
     files: list[FileRecord]
     rows: int
-    tokens: int  # that are trained
+    tokens: int  # trained tokens
     by_source: dict[str, int]
 
 
 class RolloutRecord(TypedDict):
-    """What rollout generated."""
+    """Result of rollout."""
 
     samples_found: int  # in parts of an earlier attempt
     seconds: float
@@ -67,7 +67,7 @@ class RolloutRecord(TypedDict):
 
 
 class RewardRecord(TypedDict):
-    """Outcomes of scoring, and the seconds in which any was under way."""
+    """Outcomes of scoring, and the seconds that any scoring was running."""
 
     scored: int
     failed: int
@@ -86,30 +86,30 @@ class FilterRecord(TypedDict):
     groups_dropped: int
     groups_returned: int
     groups_zero_variance: int
-    groups_deferred: NotRequired[int]  # to the next iteration
+    groups_deferred: NotRequired[int]  # groups deferred to the next iteration
     dropped_by_kind: NotRequired[dict[str, int]]  # groups, by what dropped them
     chunks: NotRequired[list[int]]  # rows of the batch whose passes are made together, in its order
 
 
 class StepSettings(TypedDict):
-    """What an optimizer step was made under, besides its batch and the weights; millrace.core.replay reads it."""
+    """Settings of an optimizer step, besides its batch and the weights; millrace.core.replay reads them."""
 
-    configuration: dict[str, Any]  # the part that a branch may set otherwise, as in run.json
-    numerics: dict[str, Any]  # device, layout, versions: what the last bits depend on
+    configuration: dict[str, Any]  # the part of the configuration that a branch may change, as in run.json
+    numerics: dict[str, Any]  # device, layout and versions, on which the last bits depend
 
 
 class StepMetrics(TypedDict):
-    """Metrics of one optimizer step. The algorithm adds numbers under names of its own."""
+    """Metrics of one optimizer step. The algorithm adds numbers under its own names."""
 
     version: int  # weight version that the step made
     loss: float
     grad_norm: float
     lr: float
-    logprob_gap_mean: float  # of the engine from the weights that sampled, nats
+    logprob_gap_mean: float  # difference of the engine from the weights that sampled, nats
     logprob_gap_max: float
     logprob_gap_floor: NotRequired[
         float
-    ]  # what rounding makes of the model; of the step that is compared, where it is measured
+    ]  # the rounding floor of the model; of the compared step, if it was measured
     logprob_gap_limit: NotRequired[float]  # mean difference above which it would have been refused
     samples: int
     tokens: int
@@ -117,25 +117,29 @@ class StepMetrics(TypedDict):
     seconds: dict[str, float]  # by phase
     tokens_per_second: float
     settings: NotRequired[StepSettings]
-    chunks: NotRequired[list[int]]  # rows whose passes were made together, where the step was made in chunks
-    logprobs: NotRequired[list[FileRecord]]  # that hold the trainer's of the iteration; of its first step
+    chunks: NotRequired[list[int]]  # rows whose passes were made together, if the step was made in chunks
+    logprobs: NotRequired[
+        list[FileRecord]
+    ]  # files with the trainer's log-probabilities of the iteration; of its first step
 
 
 class StepFile(TypedDict):
     """step.json: the optimizer steps of an iteration, in order."""
 
-    version: int  # after the last step
+    version: int  # weight version after the last step
     steps: list[StepMetrics]
-    rest_s: float  # until the engines had left GPU memory to the trainer
-    handed_s: NotRequired[float]  # that it took in all, where it began while the batch was written
+    rest_s: float  # seconds until the engines had left GPU memory to the trainer
+    handed_s: NotRequired[
+        float
+    ]  # seconds that the hand-over took in all, if it started while the batch was written
     seconds: float
 
 
 class TrainStepRecord(StepFile):
-    """What train_step trained, and the entry of step.json."""
+    """Result of train_step, and the entry of step.json."""
 
     files: list[FileRecord]
-    batch: NotRequired[FileRecord]  # that it trained on
+    batch: NotRequired[FileRecord]  # the batch that it trained on
 
 
 class SyncWeightsRecord(TypedDict):
@@ -144,7 +148,7 @@ class SyncWeightsRecord(TypedDict):
     version: int
     phases: dict[str, float]  # seconds
     seconds: float
-    prompt_gap: NotRequired[float]  # of engines from the trainer on four fixed texts, nats a token
+    prompt_gap: NotRequired[float]  # difference of engines from the trainer on four fixed texts, nats a token
     checksums: NotRequired[dict[str, str]]  # hash of the weights that each engine serves
 
 
@@ -156,11 +160,13 @@ class CheckpointRecord(TypedDict):
     dropped: list[str]
     seconds: float
     marker: NotRequired[FileRecord]  # complete.json of what was saved, which names the other files
-    begun: NotRequired[str]  # what is written while training goes on
-    committed: NotRequired[str]  # what an earlier iteration began, and counts from this one on
+    begun: NotRequired[str]  # checkpoint that is written while training continues
+    committed: NotRequired[
+        str
+    ]  # checkpoint that an earlier iteration started, and that counts from this one on
     committed_marker: NotRequired[FileRecord]
-    write_s: NotRequired[float]  # that writing it took
-    waited_s: NotRequired[float]  # for it to be written, since the next one was due
+    write_s: NotRequired[float]  # seconds that writing it took
+    waited_s: NotRequired[float]  # seconds waited for it since the next checkpoint was due
     export_files: NotRequired[list[FileRecord]]
 
 
@@ -178,7 +184,7 @@ class EvaluatedSet(TypedDict):
     file: FileRecord
     reward_mean: float | None  # None if no sample was generated
     samples: int
-    not_scored: int  # samples without a reward: failed and unscored ones
+    not_scored: int  # samples without a reward: generation or scoring failed
     unscored: NotRequired[int]  # answers whose scoring failed or timed out; each counts as wrong
     response_length_mean: float
     truncated_share: float
@@ -189,7 +195,7 @@ class EvaluatedSet(TypedDict):
     majority: NotRequired[
         float | None
     ]  # share of prompts whose most frequent answer is correct; None of one sample, and if the reward names no answers
-    pass_at: NotRequired[dict[str, float]]  # by k; none of one sample
+    pass_at: NotRequired[dict[str, float]]  # pass@k by k; not with one sample
     subsets: NotRequired[dict[str, EvaluatedSubset]]
 
 
@@ -200,7 +206,7 @@ class EvaluateRecord(TypedDict):
     done: int  # iterations trained
     sets: dict[str, EvaluatedSet]
     seconds: float
-    files: NotRequired[list[FileRecord]]  # its parts
+    files: NotRequired[list[FileRecord]]  # parts of its table
     lag: NotRequired[int]  # weight versions that the trainer had made beyond this one when it ended
 
 
@@ -208,7 +214,7 @@ class HeldOutSubset(TypedDict):
     """Loss on the rows of one subset."""
 
     samples: int
-    tokens: int  # that have a loss
+    tokens: int  # tokens with a loss
     loss: float  # mean over these tokens, nats
     perplexity: float  # its exponential
 
@@ -227,11 +233,11 @@ class HeldOutRecord(TypedDict):
     done: int  # iterations trained
     sets: dict[str, HeldOutSet]
     seconds: float
-    files: list[FileRecord]  # its parts
+    files: list[FileRecord]  # parts of its table
 
 
 class EvaluatedMetrics(TypedDict):
-    """Figures of an evaluation, and of which weights they are."""
+    """Metrics of an evaluation, with the version of its weights."""
 
     version: int
     done: int  # iterations trained
@@ -239,14 +245,16 @@ class EvaluatedMetrics(TypedDict):
 
 
 class PublishRecord(TypedDict):
-    """Every figure of the iteration, by name, and what the manifest is made again from."""
+    """Every metric of the iteration, by name, and what is needed to write the manifest again."""
 
     metrics: dict[str, float]
     committed: NotRequired[float]  # seconds of the epoch
     driver: NotRequired[int | None]  # token of the driver that committed it
     run: NotRequired[str | None]  # id of the run that committed it
-    manifest: NotRequired[str]  # its hash
-    evaluated: NotRequired[EvaluatedMetrics]  # by the iteration, of the weights that it began with
+    manifest: NotRequired[str]  # hash of the manifest
+    evaluated: NotRequired[
+        EvaluatedMetrics
+    ]  # evaluation by the iteration, of the weights that it started with
 
 
 class IterationRecords(TypedDict, total=False):

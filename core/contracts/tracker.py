@@ -1,4 +1,4 @@
-"""What keeps a run's curves: one small interface for every tracker, and the tags that flow runs and deployments are found by.
+"""The interface of a tracker, which keeps a run's curves, and the tags by which flow runs and deployments are found.
 
 Owns no connection: connectors/mlflow, connectors/tensorboard and connectors/wandb have one each.
 """
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from millrace.core.config import RunConfig
 
-OF_RUNS = ("run:", "preset:", "model:")  # tags that are a run's own
+OF_RUNS = ("run:", "preset:", "model:")  # prefixes of the tags of a run
 
 
 class Tracker(Protocol):
@@ -20,22 +20,22 @@ class Tracker(Protocol):
         """Add one point per metric. A step that was logged before is not shown twice; values that are not finite are left out."""
 
     def log_params(self, values: Mapping[str, Any]) -> None:
-        """Keep the configuration, whose nested values are named as in `rollout.prompts`."""
+        """Keep the configuration, with dotted names for nested values, as in `rollout.prompts`."""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Keep tags to find the run by."""
+        """Set tags by which the run is found."""
 
     def log_image(self, png: bytes, name: str, step: int) -> None:
         """Keep a picture, the newest under its name."""
 
     def url(self) -> str:
-        """Where a person looks at the curves: an address, or a folder."""
+        """The address or folder of the curves."""
 
     def finish(self) -> None:
         """Mark the run complete."""
 
     def close(self) -> None:
-        """Let go of what this process holds, whether the run is complete or not."""
+        """Release this process's resources, whether the run is complete or not."""
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -59,5 +59,5 @@ def run_tags(config: RunConfig) -> set[str]:
 
 
 def with_run_tags(had: Iterable[str], of_run: set[str]) -> list[str]:
-    """The tags of a flow run with those of its run, in place of others of their kinds: those of its deployment's recipe."""
+    """The tags of a flow run, with the run's tags instead of tags of the same kinds from its deployment's recipe."""
     return sorted({tag for tag in had if not tag.startswith(OF_RUNS)} | of_run)

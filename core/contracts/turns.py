@@ -1,6 +1,6 @@
-"""What a rollout of several turns leaves behind as it goes on: rows of the parts in turns/, in the order they happened.
+"""The stored turns of a rollout of several turns: rows of the parts in turns/, in the order they happened.
 
-Whoever reads them back has the rollout as far as it was committed. A turn is a chain of segments, each made by one engine in
+Reading them back gives the rollout as far as it was committed. A turn is a chain of segments, each made by one engine in
 one attempt: a turn that is continued after it was cut has one segment more and is never generated again.
 """
 
@@ -22,39 +22,39 @@ class TurnRow:
     """A segment of a turn, or a tool's answer: a row of a part in turns/.
 
     diverged: from this event of the branch on, earlier rows do not count: a restarted rollout asked for something else.
-    answer: a segment of an answer without turns, stored while it was under way; its sample's row has its tokens too, once it is whole.
-    resumed: earlier rows from number `event` of the rollout on do not count: some of them were lost with a broken part.
+    answer: a segment of an answer without turns, stored before the answer was finished; the sample's row later has its tokens
+    too. resumed: earlier rows from number `event` of the rollout on do not count: some of them were lost with a broken part.
     """
 
     rollout_id: str
     group_id: str
-    order: Int32  # among the rows of the rollout
+    order: Int32  # number among the rows of the rollout
     branch: Int32
-    parent: Int32 | None  # branch that it began from, and after how many of that one's turns
+    parent: Int32 | None  # the branch that it started from, and after how many of that branch's turns
     parent_turns: Int32 | None
-    name: str | None  # of the branch
+    name: str | None  # name of the branch
     event: Int32  # number of the turn or call within its branch
     kind: TurnKind
     segment: Int32
-    prompt: str  # hash of all ids before its output
-    new_ids: list[Int32]  # of the prompt since the turn before; of the first segment
+    prompt: str  # hash of all ids before the output
+    new_ids: list[Int32]  # ids of the prompt since the previous turn; in the turn's first segment
     output_ids: list[Int32]
     rollout_logprobs: list[Float32]  # per output token
     policy_versions: list[PolicySpan]
     engine_id: str
     seed: int
     ended: str  # why the segment ended: stop, length, abort
-    new: JsonText | None  # what was observed, for reading
-    text: str  # that was generated, or the tool's answer
+    new: JsonText | None  # the observation, for reading
+    text: str  # the generated text, or the tool's answer
     tool: str | None
     arguments: JsonText | None
-    failed: bool  # of a call: its answer says what went wrong
+    failed: bool  # for a call: whether its answer is an error
     timings: Figures  # seconds
 
 
 _PLACE = ("order", "branch", "event", "kind")
-place_of_row: Callable[[Any], tuple[int, int, int, TurnKind]] = attrgetter(*_PLACE)  # of a TurnRow
-place_of_columns: Callable[[Any], tuple[int, int, int, TurnKind]] = itemgetter(*_PLACE)  # of a mapping
+place_of_row: Callable[[Any], tuple[int, int, int, TurnKind]] = attrgetter(*_PLACE)  # key of a TurnRow
+place_of_columns: Callable[[Any], tuple[int, int, int, TurnKind]] = itemgetter(*_PLACE)  # key of a mapping
 
 
 def rows_that_count(
@@ -62,7 +62,7 @@ def rows_that_count(
 ) -> list[Row]:
     """The segments and calls of one rollout that count, in their order.
 
-    What follows a gap, which a broken part leaves, does not count until the rollout was resumed. A row that says
+    Rows after a gap, which a broken part leaves, do not count until the rollout was resumed. A row that says
     `diverged` or `resumed` ends what came before it, as `TurnRow` has it.
     """
     return _walked(rows, place)[0]

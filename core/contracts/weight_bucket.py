@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class TensorEntry(NamedTuple):
-    """Where one tensor lies in the buffer."""
+    """The place of one tensor in the buffer."""
 
     name: str  # its Hugging Face name
     shape: tuple[int, ...]
@@ -25,5 +25,5 @@ class WeightBucket:
 
     entries: list[TensorEntry]
     size: int  # bytes
-    last: bool  # of one pass over all weights
-    handle: bytes  # how another process on this GPU opens the buffer; empty where it was not asked for
+    last: bool  # whether it is the last bucket of a pass over all weights
+    handle: bytes  # how another process on this GPU opens the buffer; empty if it was not asked for

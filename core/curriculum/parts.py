@@ -1,4 +1,4 @@
-"""What a ledger draws from: a source, or each level of one that has levels. Pure."""
+"""The parts that a ledger draws from: a source, or each level of a source with levels. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from millrace.core.config.data import Levels, Pools, Source
 
-MARK = "@"  # the name of a source holds none
+# names of sources hold no such character
+MARK = "@"
 
 
 class SourcePlan(NamedTuple):
-    """A source as it is drawn from. `rows`: usable ones, of each level where it has levels."""
+    """How a source is drawn from. `rows`: usable rows, of each level if it has levels."""
 
     weight: float
     rows: int | Mapping[int, int]
@@ -26,7 +27,7 @@ class SourcePlan(NamedTuple):
 
 
 def plan_of(source: Source, sizes: Mapping[int | None, int]) -> SourcePlan:
-    """How a source is drawn from. `sizes`: usable rows by level; under None those of a source without levels."""
+    """How a source is drawn from. `sizes`: usable rows by level; under None for a source without levels."""
     levels = {level: rows for level, rows in sizes.items() if level is not None}
     return SourcePlan(source.weight, levels or sizes[None], source.levels, source.pools)
 

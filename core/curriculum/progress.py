@@ -1,7 +1,7 @@
 """How well the policy does on each source, from the scores of committed iterations. Pure.
 
-A fold, like the ledger that asks it: what holds for an iteration follows from the iterations before it alone, so that a
-restarted process, and a replay, draw the same rows.
+It is computed like the ledger that uses it: an iteration's state depends only on the iterations before it, so that a restarted
+process, and a replay, draw the same rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Mastery:
     total: float = 0.0
 
     def after(self, score: float, levels: Levels) -> Mastery:
-        """With one more group of the highest level.
+        """The mastery after one more group of the highest level.
 
-        The level rises when the mean of `levels.groups` scores is high enough; else they are forgotten and counting begins
+        The level rises when the mean of `levels.groups` scores is high enough; else they are forgotten and counting starts
         again, so that early failures do not hold a policy back (RLVE, arXiv:2511.07317, section 3).
         """
         groups, total = self.groups + 1, self.total + score
@@ -37,12 +37,12 @@ class Mastery:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a draw follows beside the order of rows."""
+    """The state that a draw depends on, besides the order of rows."""
 
-    mastery: Mapping[str, Mastery] = field(default_factory=dict)  # by source, of those with levels
+    mastery: Mapping[str, Mastery] = field(default_factory=dict)  # by source with levels
     stage: int = 0
     iterations: int = 0  # of this stage
-    recent: tuple[float, ...] = ()  # last scores of this stage, as many as it looks at
+    recent: tuple[float, ...] = ()  # last scores of this stage, as many as its end depends on
 
 
 class Progress:
@@ -58,7 +58,7 @@ class Progress:
         self._scores: dict[str, dict[int, list[tuple[int, float]]]] = {}  # by part and row: iteration, score
 
     def at(self, iteration: int) -> Standing:
-        """The standing that the iterations before this one give."""
+        """The standing after the iterations before this one."""
         return self._standings[min(max(0, iteration - self._first), len(self._standings) - 1)]
 
     def apply(self, history: IterationHistory, drawn_in: int) -> None:
@@ -75,7 +75,7 @@ class Progress:
                 mastery[source] = mastery[source].after(group.score, levels)
             if source in self._pooled:
                 self._note(group.source, group.row, history.iteration, group.score)
-            # what was under way when a stage ended does not count for the next one, which it would end unseen
+            # groups in flight at the end of a stage do not count for the next stage: they could end it without its own prompts
             if stage and _counts(stage, source) and drawn_in == standing.stage:
                 scores.append(group.score)
         if stage:

@@ -1,1 +1,1 @@
-"""What an evaluation says: figures of a held-out set from the rewards of its answers. Pure."""
+"""Figures of a held-out set from the rewards of its answers. Pure."""

@@ -1,6 +1,6 @@
 """Figures of a held-out set: mean reward with its interval, pass@k and the majority's share, for all of it and by subset.
 
-An answer that could not be scored counts as wrong. One that failed to generate is no answer: it is in no figure.
+An answer that could not be scored counts as wrong. A sample that failed to generate is in no figure.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-LOWEST_IS_BEST = ("loss", "perplexity")  # figures of supervised runs; of all others the highest is
+LOWEST_IS_BEST = (
+    "loss",
+    "perplexity",
+)  # figures of supervised runs; of all other figures the highest is best
 Z_95 = 1.959963984540054  # of the standard normal distribution, two-sided
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a prompt. `text` is what its reward found, for the majority: empty for none, None if it looks for none."""
+    """One answer to a prompt. `text`: what its reward found, for the majority; empty for no answer, None if not looked for."""
 
     prompt_id: str
     reward: float
@@ -27,7 +30,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a set or subset. `interval` is half of the 95 % interval of the mean; None with fewer than two prompts."""
+    """Figures of a set or subset. `interval` is half of the 95 % interval of the mean; None with fewer than two prompts."""
 
     answers: int
     reward_mean: float | None
@@ -81,9 +84,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority(group: Sequence[Answer], correct_from: float) -> float:
-    """Whether the answer that most samples of a prompt give is correct. Of answers that are equally frequent: the mean.
+    """Whether the most frequent answer of a prompt is correct; the mean over equally frequent answers.
 
-    Wang et al. 2022, "Self-Consistency". Samples of one text are correct in the share in which they were scored so. A sample
+    Wang et al. 2022, "Self-Consistency". Samples with the same text count with the share that was scored as correct. A sample
     without an answer has no vote, and a prompt without any vote counts 0.
     """
     counts = Counter(answer.text for answer in group if answer.text)
@@ -116,7 +119,8 @@ def difference(
 ) -> tuple[float, float | None]:
     """Mean difference of the rewards of the same prompts, and half of its 95 % interval. Each holds rewards by prompt.
 
-    Paired by prompt: how hard a prompt is is in neither, so a smaller gain shows than in two means. Miller 2024, equation 7.
+    Pairing by prompt removes the prompts' difficulty, so that smaller gains show than between two means. Miller 2024, equation
+    7.
     """
     both = sorted(before.keys() & after.keys())
     assert both, "they answer the same prompts"
@@ -125,7 +129,7 @@ def difference(
 
 
 def _pass_at(groups: Sequence[Sequence[Answer]], correct_from: float, k: int) -> float | None:
-    """Over prompts with at least k answers; None if there are none."""
+    """Mean pass@k over prompts with at least k answers; None if there are none."""
     values = [
         pass_at_k(len(group), sum(answer.reward >= correct_from for answer in group), k)
         for group in groups

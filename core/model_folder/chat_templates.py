@@ -1,6 +1,6 @@
 """Renders chat templates in a process with limits of time and memory, and bounds the text that comes back.
 
-Owns that process: one of each process that renders, started by its first text. `template_process` is what runs in it.
+Owns that process: each process that renders has one, started by its first text. It runs `template_process`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from millrace.core.errors import MillraceError
 from millrace.core.model_folder import template_process
 from millrace.core.model_folder.template_process import LENGTH, LONG, MEMORY, REFUSED, SYNTAX
 
-ANSWER_S = 120.0  # in which a process that is not stopped answers, on a busy host too
-END_S = 10.0  # in which a process without input ends; it is killed then
-STARTS = 2  # of a process for one text: something else may have killed it
+ANSWER_S = 120.0  # a process that is not stopped answers in this time, on a busy host too
+END_S = 10.0  # a process without input ends in this time; then it is killed
+STARTS = 2  # starts of a process for one text, since something else may have killed it
 
 
 class TemplateRefusedError(ValueError):
-    """The template raised an error of its own, or is no template: the kind of error, and its message."""
+    """The template raised an error, or is no template: the kind of error, and its message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -40,16 +40,16 @@ class TemplateRefusedError(ValueError):
 
 
 class TemplateLimitError(ValueError):
-    """The template takes more than it may, to render or already to compile."""
+    """The template exceeds a limit, when it is rendered or compiled."""
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What one text may take."""
+    """Limits for one text."""
 
-    seconds: float = 5.0  # of processor time; a text takes some 0.0001
+    seconds: float = 5.0  # seconds of processor time; a text takes some 0.0001
     memory_mb: int = 512
-    characters: int = 1 << 20  # of the text, beside those of its messages
+    characters: int = 1 << 20  # characters of the text, beyond its messages' characters
     times: int = 4  # the messages' bytes: as JSON in JSON a text is longer than it was
 
 
@@ -68,7 +68,7 @@ class TemplateRenderer:
         return self._started.process.pid if self._started else None
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text that a template writes. Errors: TemplateRefusedError, TemplateLimitError."""
+        """The text that a template renders. Errors: TemplateRefusedError, TemplateLimitError."""
         return self._asked(template, dict(variables))
 
     def variables(self, template: str) -> set[str]:
@@ -126,7 +126,7 @@ class TemplateRenderer:
 
 @dataclass(frozen=True)
 class _Started:
-    """A process, and the socket that it is asked by."""
+    """A process, and the socket to it."""
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
@@ -142,7 +142,8 @@ class _Started:
                     [sys.executable, "-P", script, str(memory_mb)],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
-                    start_new_session=True,  # Ctrl-C is for the process that asks
+                    # Ctrl-C is for the parent process
+                    start_new_session=True,
                 )
             except OSError as error:
                 ours.close()
@@ -155,8 +156,9 @@ class _Started:
         return cls(process, ours, ours.makefile("rb"))
 
     def exchange(self, request: bytes) -> tuple[bytes, str] | None:
-        """The answer to a request; None from a process that has ended, or that stands still."""
-        with contextlib.suppress(ConnectionError):  # it may have answered that it has no memory for the rest
+        """The answer to a request; None from a process that has ended or does not answer."""
+        # the process may answer that it has no memory before it has read all
+        with contextlib.suppress(ConnectionError):
             try:
                 self.socket.sendall(request)
             except TimeoutError:
@@ -172,7 +174,7 @@ class _Started:
         return (head[:1], body.decode("utf-8", "surrogatepass")) if len(body) == length else None
 
     def end(self) -> int:
-        """Its exit code: of its own end, if it comes in time."""
+        """End the process, by a kill if it does not end in time; returns its exit code."""
         self.answers.close()
         self.socket.close()
         try:
@@ -183,7 +185,7 @@ class _Started:
 
 
 def renderer() -> TemplateRenderer:
-    """The one of this process: a fork has its own."""
+    """The renderer of this process: a fork has its own."""
     return _renderer_of(os.getpid())
 
 
@@ -200,7 +202,7 @@ def apply_template(
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of messages by the chat template of a tokenizer of transformers, as its apply_chat_template writes it.
+    """The text that apply_chat_template of transformers would render from these messages.
 
     Errors: TemplateRefusedError, TemplateLimitError.
     """

@@ -1,6 +1,6 @@
-"""config.json of a checkpoint folder, read whole: every key is honoured, known to be harmless, none of its family's, or refused.
+"""config.json of a checkpoint folder, read whole: a key is honoured, harmless, unknown to its family, or refused.
 
-What comes out holds the honoured keys alone, each under one name and with its default filled in. No torch.
+The result holds only the honoured keys, each under one name and with its default filled in. No torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHER = "take another model, or remove the key if it changes nothing"
 
 
 def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
-    """What a folder's config.json asks for, as `resolved` gives it. `field`: the setting that named the folder.
+    """The resolved config.json of a folder, as `resolved` returns it. `field`: the setting that named the folder.
 
     Raises ConfigError with the field, the file and the key.
     """
@@ -49,8 +49,8 @@ def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
 def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The honoured keys of a config.json, under one name each, with defaults; rope_theta and rope_scaling among them.
 
-    Raises ConfigError for a family that is not supported, and naming the first key that is missing, or asks for
-    another model than the one that would be built.
+    Raises ConfigError for a family that is not supported, and naming the first key that is missing, or asks for another model
+    than the built one.
     """
 
     def refuse(key: str, value: Any, reason: str, remedy: str = OTHER) -> NoReturn:
@@ -79,7 +79,7 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def undeclared_keys(config: Mapping[str, Any]) -> list[str]:
-    """Keys of a config.json that was read which are none of its family's, and change nothing."""
+    """Keys of a config.json that its family does not have, and that change nothing."""
     family = config["model_type"]
     known = {*HONOURED[family], *BOUND[family], *HARMLESS[family], *ROTARY, *ALIASES}
     return sorted(key for key, value in config.items() if key not in known and value is not None)
@@ -122,7 +122,7 @@ def _value(
 
 
 def _check_sizes(values: Mapping[str, Any], refuse: Any) -> None:
-    """Refuse sizes that no model can have together."""
+    """Refuse sizes that contradict each other."""
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % kv_heads:
         refuse("num_key_value_heads", kv_heads, f"it does not divide num_attention_heads = {heads}", WHOLE)

@@ -2,7 +2,7 @@
 
 A key is honoured (the model is built from it), bound to the values that mean the model that is built, or harmless (no
 value of it changes a log-probability). The tables have every key that the family's class in transformers declares. No other key
-changes that class's log-probabilities: it is named in the plan and passes, unless it is one that code reads undeclared.
+changes that class's log-probabilities: it is named in the plan and passes, unless code reads it undeclared.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-REFUSED: Final = object()  # this spelling says nothing, and upstream's default differs between families
+# without this key the model is unclear: upstream's default differs between families
+REFUSED: Final = object()
 
 
 @dataclass(frozen=True)
 class Honoured:
     """A key that the model is built from.
 
-    `kind`: int (at least 1), float (above 0) or bool. `absent` and `null`: the value where the key is missing or null, or
-    a function of the sizes read before it; REFUSED where a file must say it.
+    `kind`: int (at least 1), float (above 0) or bool. `absent` and `null`: the value if the key is missing or null, or a
+    function of the sizes read before it; REFUSED if a file must have the key.
     """
 
     kind: type
@@ -29,10 +30,10 @@ class Honoured:
 
 @dataclass(frozen=True)
 class Bound:
-    """A key of which only these values, or those that `allows` accepts, mean the model that is built."""
+    """A key whose allowed values, listed or accepted by `allows`, mean the model that is built."""
 
     values: tuple[Any, ...] = ()
-    allows: Callable[[Any, str], bool] | None = None  # of the value and the family
+    allows: Callable[[Any, str], bool] | None = None  # gets the value and the family
     remedy: str = "take another model"
 
 
@@ -77,7 +78,8 @@ HONOURED: dict[str, dict[str, Honoured]] = {
         "norm_topk_prob": Honoured(bool, absent=False),
     },
 }
-ALIASES = {"num_local_experts": "num_experts"}  # transformers 5 writes the first
+# transformers 5 writes the first
+ALIASES = {"num_local_experts": "num_experts"}
 ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")  # rotary.py reads them
 
 _ARCHITECTURES = {

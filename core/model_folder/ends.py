@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
-OF_GENERATION = ("bos_token_id", "pad_token_id")  # what transformers reads of config.json in its place
+# transformers reads these keys of config.json instead
+OF_GENERATION = ("bos_token_id", "pad_token_id")
 
 
 def engine_ends(folder: str | Path) -> list[int]:
@@ -24,7 +25,7 @@ def engine_ends(folder: str | Path) -> list[int]:
 
 
 def name_ends(folder: Path, ends: Sequence[int]) -> None:
-    """Have whoever generates from this folder stop at these tokens too."""
+    """Make programs that generate from this folder stop at these tokens too."""
     named = engine_ends(folder)
     every = list(dict.fromkeys([*named, *ends]))
     if every == named:
@@ -32,7 +33,8 @@ def name_ends(folder: Path, ends: Sequence[int]) -> None:
     path, config = folder / GENERATION, _read(folder / CONFIG)
     taken = {name: config[name] for name in OF_GENERATION if config.get(name) is not None}
     values = _read(path) if path.is_file() else taken
-    values.pop("_from_model_config", None)  # by which transformers would take config.json's tokens
+    # with this key transformers would take config.json's tokens
+    values.pop("_from_model_config", None)
     values["eos_token_id"] = every if len(every) > 1 else every[0]
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

@@ -51,7 +51,7 @@ def _number(key: str, value: Any, refuse: Refuse) -> float:
 
 
 def _parameters(config: Mapping[str, Any], refuse: Refuse) -> tuple[str, dict[str, Any]]:
-    """The mapping that names the rotary embedding's parameters, and the key it stands under."""
+    """The mapping that names the rotary embedding's parameters, and its key."""
     given: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         inner = config.get(name)
@@ -63,7 +63,7 @@ def _parameters(config: Mapping[str, Any], refuse: Refuse) -> tuple[str, dict[st
 
 
 def _given(key: str, config: Mapping[str, Any], name: str, inner: dict[str, Any], refuse: Refuse) -> Any:
-    """A parameter that may stand outside or inside of the mapping; None where it stands nowhere."""
+    """A parameter that may be outside or inside of the mapping; None if it is missing."""
     places = {key: config[key]} if key in config else {}
     if key in inner:
         places[f"{name}.{key}"] = inner.pop(key)
@@ -74,7 +74,7 @@ def _given(key: str, config: Mapping[str, Any], name: str, inner: dict[str, Any]
 
 
 def _agreed(places: Mapping[str, Any], refuse: Refuse) -> Any:
-    """The value that one or several spellings give; None where there is none."""
+    """The value on which all spellings agree; None without any."""
     if not places:
         return None
     first, *others = places

@@ -1,7 +1,7 @@
 """The files beside an export's weights: with them another program answers as the run did.
 
-Owns which come from the model's folder and which from the tokenizer's, where the run has another one or a chat template of its
-own. Knows nothing of weights.
+Owns which come from the model's folder, and which from another tokenizer's folder or chat template that the run was given.
+Knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class Served:
-    """How the run asked its engines, as far as files say it. ends: tokens at which its answers end, beside those that files name.
+    """How the run asked its engines, as far as files hold it. ends: tokens that end its answers, besides those files name.
 
     tokenizer: its folder; None: the model's. chat_template: its text; None: the tokenizer's.
     """
@@ -42,7 +42,7 @@ ALONE = Served()  # the model alone
 
 
 def write_side_files(folder: Path, model: str, served: Served) -> None:
-    """Copy what lies beside the weights in the model's folder, with the tokenizer and the template of the run."""
+    """Copy the other files of the model's folder, with the tokenizer and the template of the run."""
     for path in _found(model, served.tokenizer):
         if path.is_file() and path.name != INDEX and not (folder / path.name).exists():
             shutil.copy(path, folder / path.name)
@@ -65,7 +65,7 @@ def _is_tokenizers(name: str) -> bool:
 
 
 def _name_template(folder: Path, text: str) -> None:
-    """Have every program take this template, whichever of the places for it the program reads."""
+    """Write this template to all places from which programs read one."""
     (folder / TEMPLATE).write_text(text, encoding="utf-8")
     (folder / FORMER_TEMPLATE).unlink(missing_ok=True)
     path = folder / TOKENIZER_CONFIG

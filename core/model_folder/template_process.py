@@ -1,9 +1,9 @@
 """The process that renders chat templates: one request after the other, until its input ends.
 
-A template is a program of the model's folder. Jinja's sandbox keeps it from files, and from `range` beyond 100,000, and from
-nothing else: loops in loops, macros that call themselves, 'a' * 10**10 and filters such as center take any time and memory,
-constants among them already when the template is compiled. The kernel bounds both here: processor time by a timer that ends
-the process, memory by a limit at which allocations fail.
+A template is a program of the model's folder. Jinja's sandbox denies it files, and `range` beyond 100,000, and nothing else:
+loops in loops, macros that call themselves, 'a' * 10**10 and filters such as center take any time and memory, constants among
+them already when the template is compiled. The kernel bounds both here: processor time by a timer that ends the process, memory
+by a limit at which allocations fail.
 
 Runs as a file, on the standard library and Jinja alone, so that it starts in a tenth of a second. `chat_templates` starts it.
 """
@@ -30,11 +30,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LENGTH = struct.Struct(">Q")
 TEXT, REFUSED, SYNTAX, MEMORY, LONG = b"T", b"R", b"S", b"M", b"L"  # how an answer starts
-TEMPLATES = 8  # that stay compiled
+TEMPLATES = 8  # number of compiled templates that are kept
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text, in a scope of its own, and renders as its content."""
+    """{% generation %} marks the assistant's text, in its own scope, and renders as its content."""
 
     tags = {"generation"}
 
@@ -48,7 +48,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers makes it."""
+    """The environment that transformers uses."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -73,7 +73,7 @@ _compiled = lru_cache(TEMPLATES)(ENVIRONMENT.from_string)
 
 
 def _answer(template: str, pickled: bytes, characters: int) -> tuple[bytes, str]:
-    """The text that a template writes; without variables, the names that it reads, a line each."""
+    """The text that a template renders; without variables, the names that it reads, a line each."""
     try:
         variables: Mapping[str, Any] | None = pickle.loads(pickled)  # noqa: S301 - from the process that started this one
         if variables is None:

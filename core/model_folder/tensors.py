@@ -22,7 +22,7 @@ from millrace.core.model_folder.config_file import WHOLE
 
 INDEX = "model.safetensors.index.json"
 ONLY_FILE = "model.safetensors"
-BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the types that are read
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of the readable types
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LEFT_OVER = re.compile(
@@ -81,7 +81,7 @@ def _layer_shapes(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:
-    """Where each tensor of the model is stored. `field`: the setting that named the folder.
+    """The place of each tensor of the model. `field`: the setting that named the folder.
 
     Raises ConfigError naming the first tensor that is missing, stored twice, of another shape or of a type that is not
     read, or that no parameter of the model takes; a stored output layer of a tied model must equal the embedding.
@@ -115,11 +115,12 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
 
 
 def stored_type(folder: str) -> str | None:
-    """The type that a folder's weights are stored in, as the embedding has it; None where no weights can be read."""
+    """The type of a folder's stored weights, taken from the embedding; None if no weights can be read."""
     try:
         embedding = _stored_tensors(Path(folder), folder).get(EMBEDDING)
     except ConfigError:
-        return None  # `weight_tensors` says why
+        # `weight_tensors` gives the reason
+        return None
     return NAMES.get(embedding.dtype) if embedding else None
 
 

@@ -1,7 +1,7 @@
-"""How text becomes tokens wherever a model's tokenizer is used: nothing is cut off, padded, or put after a text.
+"""How text becomes tokens with a model's tokenizer: nothing is truncated, padded, or added after a text.
 
-A tokenizer may put special tokens around every text. Those before it open a prompt that is plain text; one after it, mostly the
-end of the sequence, would end the prompt before its answer starts, so nothing is put there.
+A tokenizer may put special tokens around every text. Tokens before a text open a prompt of plain text. A token after it, mostly
+the end of the sequence, would end the prompt before its answer starts, so none is added.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PROBE = f"{string.printable}一"  # of which every vocabulary has something
+# every vocabulary has a token for some of these characters
+PROBE = f"{string.printable}一"
 
 Encode = Callable[[str, bool], Sequence[int]]
 """Token ids of a text; with the special tokens around it, or without."""
@@ -37,5 +38,5 @@ def before_text(encode: Encode) -> list[int]:
 
 
 def before_text_of(tokenizer: Any) -> list[int]:
-    """The same of a tokenizer of the tokenizers library."""
+    """The token ids that a tokenizer of the tokenizers library puts before every text."""
     return before_text(lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids)

@@ -1,4 +1,4 @@
-"""What a run does after some of its iterations alone, and waits for."""
+"""What a run does after only some iterations, and waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups fill the batch when those that finish first do (pipeline.select=finish). Pure.
+"""Which groups fill the batch if the first to finish do (pipeline.select=finish). Pure.
 
 More groups generate than the batch needs. Once enough of them are whole and kept, a cut is made: these are trained, those
 under way are deferred to the next iteration with the tokens that they have (APRIL, arXiv:2509.18521). A group that was deferred
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """A group of an iteration. finished: its place among those that are whole, None while it is under way."""
+    """A group of an iteration. finished: its place in the order of finishing, None while it is generated."""
 
     group_id: str
     deferrals: int
@@ -27,7 +27,7 @@ class Choice:
 
     trained: list[str]
     deferred: list[str]
-    returned: list[str]  # may not be deferred: drawn again, without their tokens
+    returned: list[str]  # groups that may not be deferred: drawn again, without their tokens
 
 
 def drawn(batch: int, reserve: float, deferred: int, open_before: Sequence[int] = ()) -> int:
@@ -44,8 +44,8 @@ def drawn(batch: int, reserve: float, deferred: int, open_before: Sequence[int] 
 def choose(candidates: Sequence[Candidate], need: int, limit: int) -> Choice | None:
     """The cut, once there is one; None before. limit: how many times a group may be deferred.
 
-    The trained are those that may be deferred no more, then those that were whole first. Where all are whole and too few
-    are kept, the trained are fewer than `need`.
+    First come groups that may not be deferred again, then the groups that finished first. If all have finished and too few are
+    kept, fewer than `need` are trained.
     """
     waited_for = [each for each in candidates if limit and each.deferrals >= limit]
     if any(each.finished is None for each in waited_for):

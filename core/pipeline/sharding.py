@@ -1,6 +1,6 @@
-"""Which groups of an iteration belong to which shard, and what a run must leave out to be cut into shards.
+"""Which groups of an iteration belong to which shard, and what a run with shards must leave out.
 
-Owns the rule that each group of a draw belongs to exactly one shard, whatever finishes first. Knows nothing of processes.
+Owns the rule that each group of a draw belongs to exactly one shard, in any order of finishing. Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from millrace.core.config import RunConfig
 
 @dataclass(frozen=True)
 class Share:
-    """The part of an iteration that one shard makes: of every `of` groups in drawing order, those at these places."""
+    """The part of an iteration that one shard makes: in every `of` groups in drawing order, the groups at these places."""
 
     places: tuple[int, ...] = (0,)
     of: int = 1
 
     def holds(self, ordinal: int) -> bool:
-        """Whether the group with this place in the draw belongs to it."""
+        """Whether the group at this place of the draw belongs to the share."""
         return ordinal % self.of in self.places
 
     def part_of(self, whole: int) -> int:
-        """Its part of a number that all shards share, at least 1."""
+        """The share's part of a number that all shards divide, at least 1."""
         return max(1, math.ceil(whole * len(self.places) / self.of))
 
 
@@ -33,16 +33,17 @@ WHOLE = Share()
 
 @dataclass(frozen=True)
 class PlacedShare:
-    """A shard's share, and the node that it is made on; None: any."""
+    """A shard's share, and its node; None: any node."""
 
     share: Share
     node: str | None
 
 
 def shares(nodes: Sequence[str], shards: int | None) -> list[PlacedShare]:
-    """The shares of an iteration. nodes: of the engines, one each; empty if they are not known. shards: None for one a node.
+    """The shares of an iteration. nodes: the node of each engine; empty if unknown. shards: None for one a node.
 
-    One a node: a node's shard has as many groups as the node has engines. A given number has equal shares, spread over the nodes.
+    With one shard a node, a shard gets groups in proportion to its node's engines. A given number of shards get equal shares,
+    spread over the nodes.
     """
     distinct = list(dict.fromkeys(nodes))
     if shards is not None:
@@ -56,13 +57,13 @@ def shares(nodes: Sequence[str], shards: int | None) -> list[PlacedShare]:
     ]
 
 
-INSTEAD = {  # what to do about a field that has a value which shards can do
+INSTEAD = {  # the remedy for a field that has another value which shards support
     "pipeline.on_update": "set pipeline.on_update=resend",
 }
 
 
 def not_in_shards(config: RunConfig) -> dict[str, str]:
-    """What of a configuration shards cannot do yet, by field: why."""
+    """Fields of a configuration that shards do not support yet, with the reason."""
     p, e = config.pipeline, config.engines
     found = {
         "algorithm.loss": "supervised training generates nothing" if config.algorithm.supervised else "",
@@ -82,7 +83,7 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
 
 
 def in_shards(config: RunConfig) -> bool:
-    """Whether rollout, reward and evaluations run as Ray tasks. auto: on a cluster that the run joins, where nothing needs the driver."""
+    """Whether rollout, reward and evaluations run as Ray tasks. auto: on a joined cluster, if nothing needs the driver."""
     runner = config.placement.task_runner
     if runner == "auto":
         return config.placement.ray_address is not None and not not_in_shards(config)

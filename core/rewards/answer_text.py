@@ -1,7 +1,7 @@
 """The text of a mathematical answer: its spelling, its parts, their values and units. Pure: strings in, values out.
 
-Owns what two spellings of one answer share without any algebra. `symbolic` compares what is left. A word that is not known
-makes an answer a text, which is only equal to the same text: nothing that is not understood is dropped.
+Owns what two spellings of one answer share without any algebra. `symbolic` compares the rest. An unknown word makes an answer a
+text, which only equals the same text: no part that is not understood is dropped.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import lru_cache
 from millrace.core.rewards.characters import plain
 from millrace.core.rewards.units import WORD, WORTH, Unit, is_word, unit_of
 
-LONGEST = 400  # characters of an answer that is read at all
-MOST_ITEMS = 20  # of a list
+LONGEST = 400  # longer answers are not read
+MOST_ITEMS = 20  # most items of a list
 NONE: frozenset[str] = frozenset()
 
 SPELLINGS = [
@@ -121,18 +121,18 @@ DAY = re.compile(r"(?:(\d{1,2}) (?:of )?([a-z]+)|([a-z]+) (\d{1,2}))(?: (\d{4}))
 
 @dataclass(frozen=True)
 class Item:
-    """One value of an answer: its text, the unit if it names one, and whether a percent sign follows it. name: of `x = value`."""
+    """One value of an answer: its text, its unit if it has one, and whether a percent sign follows. name: x in `x = value`."""
 
     value: str
     unit: Unit | None = None
     percent: bool = False
     name: str | None = None
-    base: int | None = None  # of a value that is digits in a base
+    base: int | None = None  # base of a value that is digits in a base
 
 
 @dataclass(frozen=True)
 class Reading:
-    """An answer taken apart. choice: the letter that stands before it. words: it has some that are not understood."""
+    """A parsed answer. choice: the letter before it. words: it has words that are not understood."""
 
     text: str
     items: tuple[Item, ...]
@@ -141,7 +141,7 @@ class Reading:
 
 
 def spelling(text: str) -> str:
-    """The text with one spelling of what LaTeX writes in many ways; words and symbols are one space apart.
+    """The text in one of LaTeX's many spellings, with one space between words and symbols.
 
     Spaces that group thousands go; between any other two digits the space stays, so that "1 2" is not 12.
     """
@@ -154,7 +154,7 @@ def spelling(text: str) -> str:
 
 
 def key(text: str) -> str:
-    """A spelling without the spaces that mean nothing: equal keys are equal answers."""
+    """A spelling without meaningless spaces: equal keys are equal answers."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
@@ -172,7 +172,7 @@ def words_key(text: str) -> str:
 
 
 def is_apart(text: str) -> bool:
-    """Whether two numbers stand side by side with only a space between: no one number, and no known operation."""
+    """Whether two numbers are separated by only a space: that is neither one number nor a known operation."""
     return APART.search(text) is not None and number(text) is None
 
 
@@ -192,9 +192,10 @@ def number(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-@lru_cache(maxsize=512)  # a label is compared with every answer of its group
+# a label is compared with every answer of its group
+@lru_cache(maxsize=512)
 def read(answer: str, own: frozenset[str] = NONE) -> Reading:
-    """An answer taken apart. own: words that are counted, beside the known ones."""
+    """Parse an answer. own: words that count as units, besides the known ones."""
     text = spelling(answer)
     choice = None
     bare = _bare(text)
@@ -210,7 +211,8 @@ def read(answer: str, own: frozenset[str] = NONE) -> Reading:
     parts = _split(text)
     items = [_item(part, own) for part in parts]
     words = any(_has_words(item.value) for item in items) or not all(item.value for item in items)
-    if words and text:  # a text as a whole
+    # words that are not understood: compare the text as a whole
+    if words and text:
         items = [Item(text)]
     elif len(items) == 1 and re.search(r"\\[pm][pm](?![a-zA-Z])", items[0].value):
         items = [replace(items[0], value=value) for value in _both_signs(items[0].value)]
@@ -218,9 +220,10 @@ def read(answer: str, own: frozenset[str] = NONE) -> Reading:
 
 
 def quantity(text: str, own: Collection[str] = ()) -> Item:
-    """A spelling's value, unit and percent sign. Trailing words are a unit only if each of them is known."""
+    """A spelling's value, unit and percent sign. Trailing words are a unit only if each word is known."""
     total, rest = Fraction(0), text
-    for _ in range(3):  # 6 ft 3 in
+    # up to three units, as in 6 ft 3 in
+    for _ in range(3):
         match = re.match(r"([\d.]+) *(?:\\text\{ *)?([a-zA-Z]+)(?: *\})?(?: +| *and +|, *)?(?=\d)", rest)
         unit = unit_of(match[2]) if match else None
         if not match or unit is None or number(match[1]) is None:
@@ -270,7 +273,8 @@ def _quantity(text: str, own: Collection[str]) -> Item:
                 continue
             value = str(plainly * worth)
         inner = _quantity(value, own) if "text" in value or value.endswith("}") else Item(value)
-        if inner.unit or inner.percent:  # 20^\circ \text{C} was read above
+        # 20^\circ \text{C} was read above
+        if inner.unit or inner.percent:
             continue
         return Item(value, unit)
     return Item(text)
@@ -297,7 +301,7 @@ def _bare(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """With letters and words for what stands in \\text; digits stay apart from digits."""
+    """Replace \\text by its letters and words; digits stay separated from digits."""
     text = TEXT.sub(
         lambda match: match[1] if re.fullmatch(r" *[a-zA-Z] *", match[1]) else f" {match[1].strip()} ", text
     )
@@ -317,7 +321,7 @@ def _has_words(value: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """The parts of a list at its top level; one part if it is none."""
+    """The parts of a list at its top level; one part if the text is no list."""
     grouped = (
         COMMAS.sub(lambda match: match[0].replace(",", ""), text) if not re.search(r"[(\[{]", text) else text
     )

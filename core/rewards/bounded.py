@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 
-DIGITS = 10_000.0  # of the largest number that is computed
-TERMS = 1000.0  # of a sum or product that is computed
-DEPTH = 20  # braces, brackets, roots and towers within each other
+DIGITS = 10_000.0  # digits of the largest computed number
+TERMS = 1000.0  # terms of the largest computed sum or product
+DEPTH = 20  # nesting of braces, brackets, roots and towers
 TOKENS = 250
 
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+|\*\*|\S", re.ASCII)
@@ -30,7 +30,7 @@ TWO = math.log10(2)
 
 
 class TooLarge(Exception):
-    """An answer asks for more than is computed; the message says of what."""
+    """An answer exceeds a bound of computation; the message names it."""
 
 
 def check_size(text: str) -> None:
@@ -57,7 +57,8 @@ class _Estimate:
         total, last, times = 0.0, 0.0, 1.0
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
-            if token == end or (end is not None and token in CLOSING):  # an interval closes as it likes
+            # an interval may close with another bracket than it opened
+            if token == end or (end is not None and token in CLOSING):
                 self.at += 1
                 break
             if token in ("^", "**"):
@@ -97,13 +98,13 @@ class _Estimate:
         return 0.0 if token in NEUTRAL else TWO
 
     def argument(self, depth: int) -> float:
-        """The next item, unless the group that it would stand in ends first."""
+        """The next item, unless the enclosing group ends first."""
         if self.at < len(self.tokens) and self.tokens[self.at] in CLOSING:
             return 0.0
         return self.item(depth + 1)
 
     def exponent(self, depth: int) -> float:
-        """What follows a caret, with the towers above it."""
+        """The exponent after a caret, with the towers above it."""
         if depth > DEPTH:
             raise TooLarge(f"more than {DEPTH} levels")
         while self.at < len(self.tokens) and self.tokens[self.at] in SIGNS:
@@ -116,7 +117,7 @@ class _Estimate:
         return size
 
     def repeats(self, depth: int) -> float:
-        """How many terms the sum or product at this place has, at most."""
+        """Upper bound on the terms of the sum or product at this place."""
         self.at += 1
         terms = 1.0
         while self.at < len(self.tokens) and self.tokens[self.at] in ("_", "^"):

@@ -18,7 +18,7 @@ LOWERED = re.compile(r"[₀-₎]+")
 
 
 def plain(text: str) -> str:
-    """The text with ASCII and LaTeX for what these can write."""
+    """The text with ASCII and LaTeX for all characters that these can write."""
     if text.isascii():
         return text
     text = RAISED.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0]).replace('−', '-')}}}", text)
@@ -29,7 +29,7 @@ def plain(text: str) -> str:
 
 
 def minus_signs(text: str) -> str:
-    """The text with ASCII for digits and signs of numbers, each one character for one."""
+    """The text with ASCII for digits and signs of numbers, one character for one."""
     if text.isascii():
         return text
     return NOT_ASCII.sub(lambda match: _one(match[0]), text)

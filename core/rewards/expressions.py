@@ -1,6 +1,6 @@
 """Expressions as math-verify reads and compares them. Imported late: it loads sympy and a parser.
 
-Owns what the library is given and how its verdicts are put together; `symbolic` owns the bounds.
+Owns the library's input and how its verdicts are combined; `symbolic` owns the bounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sympy.logic.boolalg import Boolean
 
 from millrace.core.rewards.answer_text import number
 
-# It warns that it sets no time limit: `symbolic` does.
+# math-verify warns that it sets no time limit: `symbolic` sets one.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 AS_WRITTEN = LatexExtractionConfig(
@@ -34,20 +34,22 @@ MEMBER = re.compile(r"[a-zA-Z] *\\in(?![a-zA-Z]) *")
 DECIMAL = re.compile(
     r"(?<![\d._])(?:(?:\d{1,3}(?:,\d{3})+|\d+)\.\d*|\.\d+|\d+(?=[eE][+-]?\d))(?:[eE][+-]?\d{1,3})?(?![\d.])"
 )
-# The parser takes 2(3) for a mixed number and adds.
+# The parser reads 2(3) as a mixed number and adds.
 TIMES = re.compile(r"(?<![_^\d.,])(\d[\d.,]*) *(?=\(|\\[td]?binom)|\) *(?=[(\d])")
-POINT = sympy.Rational(7313, 10007)  # where expressions are compared: the k-th letter is at k + this
+# expressions are compared at one point: the k-th letter has the value k + this
+POINT = sympy.Rational(7313, 10007)
 SLOW = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
 
 
 def same(a: str, b: str) -> bool:
-    """Whether two spellings are the same expression, equation, set, interval or matrix. May take long."""
+    """Whether two spellings are the same expression, equation, set, interval or matrix. Can be slow."""
     name_a, value_a = _chain(a)
     name_b, value_b = _chain(b)
     if value_a is None or value_b is None:
         return False
     if (name_a is None) != (name_b is None):
-        if "=" in (name_a, name_b):  # an equation is no value
+        # an equation is no value
+        if "=" in (name_a, name_b):
             return False
     elif name_a is not None and name_b is not None and name_a != name_b:
         value_a, value_b = f"{name_a}={value_a}".lstrip("="), f"{name_b}={value_b}".lstrip("=")
@@ -59,7 +61,7 @@ def same(a: str, b: str) -> bool:
 
 
 def form(text: str) -> str | None:
-    """What the library writes for an expression, its constants computed; None if it cannot read it."""
+    """The library's text for an expression with its constants computed; None if it cannot read it."""
     found = read(text)
     if not isinstance(found, sympy.Basic):
         return None
@@ -69,16 +71,17 @@ def form(text: str) -> str | None:
         return str(found)
 
 
-@lru_cache(maxsize=256)  # a label is compared with every answer of its group
+# a label is compared with every answer of its group
+@lru_cache(maxsize=256)
 def read(text: str) -> Any:
-    """What math-verify makes of an expression, decimals as fractions; None if it cannot read it."""
+    """math-verify's parse of an expression, with decimals as fractions; None if it cannot read it."""
     text = DECIMAL.sub(_as_fraction, TIMES.sub(lambda match: match[0] + "\\cdot ", text))
     found = parse(f"\\boxed{{{text}}}", [AS_WRITTEN], fallback_mode="no_fallback", parsing_timeout=None)
     return _with_constants(found[0]) if found else None
 
 
 def _with_constants(found: Any) -> Any:
-    """With the imaginary unit for the letter i, and sums and products of known length computed."""
+    """Replace the letter i by the imaginary unit, and compute sums and products of known length."""
     if not isinstance(found, sympy.Basic):
         return found
     letters = [letter for letter in found.free_symbols if letter.name == "i"]
@@ -87,13 +90,14 @@ def _with_constants(found: Any) -> Any:
 
 
 def _chain(text: str) -> tuple[str | None, str | None]:
-    """The name and the value of `name = a = b`, where a and b must be equal; the name "=" for an equation with unknowns.
+    """The name and the value of `name = a = b`, in which a and b must be equal; the name "=" for an equation with unknowns.
 
     The value is None if there is none: a chain without a name whose sides differ.
     """
     text = text[match.end() :] if (match := MEMBER.match(text)) else text
     sides = [side.strip() for side in EQUALS.split(text)]
-    if any(side.count("{") != side.count("}") for side in sides):  # as in \sum_{k=1}
+    # the sign is within braces, as in \sum_{k=1}
+    if any(side.count("{") != side.count("}") for side in sides):
         return None, text
     if len(sides) == 1 or (len(sides) > 2 and SEPARATOR.search(text)):
         return None, text
@@ -108,7 +112,7 @@ def _chain(text: str) -> tuple[str | None, str | None]:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """The library's verdict. Text that is no mathematics can read as an expression on which it raises anything."""
+    """The library's verdict. Text that is no mathematics can parse as an expression on which the library raises any error."""
     try:
         if _is_list(x) and _is_pair(y) or _is_pair(x) and _is_list(y):
             return False
@@ -124,7 +128,7 @@ def _is_list(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    """A pair, an open interval, or the inequalities of one."""
+    """Whether x is a pair, an open interval, or the inequalities of an interval."""
     return isinstance(x, sympy.Tuple | Boolean) or (
         isinstance(x, sympy.Interval) and bool(x.left_open and x.right_open)
     )
@@ -135,7 +139,8 @@ def _differ_at_a_point(x: Any, y: Any) -> bool:
     for expression in (x, y):
         if not isinstance(expression, sympy.Expr) or isinstance(expression, sympy.MatrixExpr):
             return False
-        if expression.is_Symbol or expression.has(*SLOW):  # a symbol may stand for a product of letters
+        # a symbol may stand for a product of letters
+        if expression.is_Symbol or expression.has(*SLOW):
             return False
     letters = x.free_symbols | y.free_symbols
     names = sorted({letter.name for letter in letters})
@@ -154,7 +159,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def _fill_tables() -> None:
-    """The parser's tables fill on first use: not within the time of an answer."""
+    """Fill the parser's tables, which fill on first use, outside of the time limit of an answer."""
     same("\\frac{1}{2}x^2+\\sqrt{3}-\\log_2 8", "x^2/2+3!")
     same("x\\le 2", "(-\\infty,2]")
     same("1<x<2", "(1,2)")

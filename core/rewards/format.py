@@ -1,4 +1,4 @@
-"""Rewards for the form of a response, and rewards put together from others. Pure."""
+"""Rewards for the form of a response, and rewards composed of others. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ THINK_ANSWER = re.compile(
 def think_answer(sample: RewardInput) -> float:
     """1 if the response is <think>...</think><answer>...</answer> with nothing around it and each tag once, else 0."""
     tags = ("<think>", "</think>", "<answer>", "</answer>")
-    once = all(sample.response.count(tag) == 1 for tag in tags)  # first: the expression is slow on many tags
+    # first, since the expression is slow on many tags
+    once = all(sample.response.count(tag) == 1 for tag in tags)
     return float(once and THINK_ANSWER.fullmatch(sample.response) is not None)
 
 
@@ -43,7 +44,7 @@ def weighted(sample: RewardInput, *, parts: Mapping[str, Mapping[str, Any]]) -> 
     """A weighted sum of other rewards, each kept as a part.
 
     parts: name -> {function: import path, weight: number (1 when not given), options: mapping}.
-    Errors: ConfigError when a function cannot be loaded; those of `read_score`; whatever a function raises.
+    Errors: ConfigError when a function cannot be loaded; errors of `read_score` and of the functions.
     """
     values: dict[str, float | str] = {}
     total, found = 0.0, None

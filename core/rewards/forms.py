@@ -1,7 +1,7 @@
 """The forms of a reward: function or class, sync or async, of one sample or of a group, or with slime's signature.
 
-Owns how each is loaded and called; knows nothing of rows, of processes, or of what an answer means. A class is made once in
-a process for each set of its options, and its instance is called for every sample.
+Owns how each is loaded and called; knows nothing of rows, processes, or the meaning of an answer. A class is instantiated once
+in a process for each set of its options, and the instance is called for every sample.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _made: dict[tuple[str, str], Callable[..., Any]] = {}  # instances of classes
 
 
 def reward_of(path: str, options: Mapping[str, Any], field: str = "reward") -> Callable[[Any], Any]:
-    """What is called with a sample, or with the samples of a group; its options are bound, secrets in place of references.
+    """The function to call with a sample, or a group's samples, with its options bound and references to secrets resolved.
 
-    Errors: ConfigError of an option that refers to what is not set; those of `bound`.
+    Errors: ConfigError for an option whose reference is not set; errors of `bound`.
     """
     return bound(path, resolved(options, f"{field}.options"), field)
 
 
 def bound(path: str, given: Mapping[str, Any], field: str) -> Callable[[Any], Any]:
-    """The same, with options as they are.
+    """The function to call, with its options bound unchanged.
 
-    Errors: ConfigError when it cannot be loaded, or its objects cannot be called; of a class, what making it raises.
+    Errors: ConfigError when it cannot be loaded, or its objects cannot be called; for a class, what its constructor raises.
     """
     function = load(path, f"{field}.function")
     slime = written_for_slime(path)
@@ -55,13 +55,13 @@ def bound(path: str, given: Mapping[str, Any], field: str) -> Callable[[Any], An
 
 
 def answer_of(function: Callable[[Any], Any], samples: Any) -> Any:
-    """What a reward answers for a sample or a group; one that is awaited gets an event loop of its own."""
+    """A reward's answer for a sample or a group; an async reward gets a new event loop."""
     answer = function(samples)
     return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
 
 
 async def awaited_answer_of(function: Callable[[Any], Any], samples: Any) -> Any:
-    """The same, in the event loop that runs."""
+    """A reward's answer for a sample or a group, in the running event loop."""
     answer = function(samples)
     return await answer if inspect.isawaitable(answer) else answer
 

@@ -1,7 +1,7 @@
 """Rewards for mathematical answers: the last \\boxed{...}, or the last number, against the label.
 
-Owns finding the answer in a response and in a label, and the order of comparisons: text, numbers, expressions. Each costs
-more than the one before and decides what that leaves open.
+Owns finding the answer in a response and in a label, and the order of comparisons: text, numbers, expressions. Each costs more
+than the previous one and decides the cases that it leaves open.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from millrace.core.rewards.text import label_text
 from millrace.core.rewards.units import NEVER_COUNTED, WORTH
 
 BRACE = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
-MOST_NUMBERS = 20  # of a text, that may be ruled out one after the other
-FINAL = "####"  # stands before the answer in GSM8K's labels
+MOST_NUMBERS = 20  # numbers of a text that are tried, since each may be ruled out
+FINAL = "####"  # precedes the answer in GSM8K's labels
 NUMBER = (
     r"-?(?:(?<![\w.,])\d+ ?)?\\[dtc]?frac *\{-?\d+\} *\{-?\d+\}"
     r"|(?:(?<![\w)\]])[-+])?(?:(?<![\w.,/)])\d+ )?(?<![\w.,/)])\d+/\d+(?![\d/]|\.\d)"
     r"|(?:(?<![\w)\]])[-+])?(?:\d{1,3}(?:,\d{3}){1,20}(?!\d|,\d)(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?: *\\?%)?"
 )
 LAST = re.compile(NUMBER)
-REACH = 60  # characters before and after a number that say what it is
+REACH = 60  # characters before and after a number that tell what it is
 RULED_OUT = re.compile(
     r"(?:\b(?:not|never|than|unlike|instead of|except)|n't|\\ne|\\neq|!=|≠)(?: +(?:is|be|equal|equals|to|the|a|just|only))* *\$?$"
 )
@@ -53,7 +53,7 @@ AFTER = re.compile(
 )
 PART_OF = re.compile(r"[_^*]\{?$|\\(?:sqrt|frac|pi|sin|cos|log)[{}\d]*\{?$")
 COUNTABLE = re.compile(r"[a-zA-Z]{3,}")
-LONGEST_TAIL = 20_000  # last characters of a response without a box that are read
+LONGEST_TAIL = 20_000  # last characters that are read of a response without a box
 NEXT_BOX = re.compile(r"[\s$,;]*(?:\bor\b|\band\b)?[\s$,;]*")
 LONGEST_PROMPT = 20_000  # characters that are read
 TOKEN_START = re.compile(r"[^\s$]*$")
@@ -61,13 +61,13 @@ TOKEN_END = re.compile(r"[^\s$]*")
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...} or \\fbox{...} of a text, braces within it balanced; None without a whole one."""
+    """The content of the last \\boxed{...} or \\fbox{...} of a text, braces within it balanced; None without a whole one."""
     boxes = _boxes(text)
     return text[boxes[-1][1] : boxes[-1][2]].strip() if boxes else None
 
 
 def boxed_answer(text: str) -> str | None:
-    """The last box; of boxes that nothing but "or", "and" or a comma parts, a list; empty if the text rules it out."""
+    """The last box; a list, if only "or", "and" or commas separate several boxes; empty if the text rules it out."""
     boxes = _boxes(text)
     if not boxes:
         return None
@@ -80,11 +80,11 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Where each whole box starts, and its content starts and ends; of boxes in each other the inner one, in the order of ends.
+    """The start of each whole box, and the start and end of its content, by end; only the inner one of nested boxes.
 
     One pass: a response may hold thousands of boxes that never close.
     """
-    opened: list[tuple[int, int] | None] = []  # by open brace: where its box starts, None for other braces
+    opened: list[tuple[int, int] | None] = []  # by open brace: the start of its box, None for other braces
     found: list[tuple[int, int, int]] = []
     for brace in BRACE.finditer(text):
         if brace[0].endswith("{") and brace[0] != "\\{":
@@ -99,8 +99,8 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
 def answer_of(text: str, *, boxed_only: bool = False) -> str | None:
     """The answer a response gives: its last box, else (unless boxed_only) its last number or fraction of numbers.
 
-    With the number goes what changes it: a word or letters after it, another that it is or-ed with, what it is an exponent of.
-    A number that is said not to be the answer is none. A box without an answer is no answer.
+    The number keeps what changes it: a word or letters after it, another number after "or", the base that it is an exponent
+    of. A number that is said not to be the answer is no answer. A box without an answer is no answer.
     """
     boxed = boxed_answer(text)
     if boxed is not None or boxed_only:
@@ -127,7 +127,8 @@ def equal(answer: str, label: str, *, symbolic: bool = True, own: frozenset[str]
     """Whether two mathematical answers are the same: as text, as values with units, or, if `symbolic`, by algebra.
 
     Symmetric. A unit counts only if both have one; a percent sign may be left out, and 50\\% is 50 and 0.5. Answers
-    longer than LONGEST, or too large to compute, are compared as text alone. own: words that are counted, beside known ones.
+    longer than LONGEST, or too large to compute, are compared as text alone. own: words that count as units, besides known
+    ones.
     """
     if max(len(answer), len(label)) > LONGEST:
         return answer.strip() == label.strip() != ""
@@ -138,7 +139,7 @@ def equal(answer: str, label: str, *, symbolic: bool = True, own: frozenset[str]
 
 
 def _same_choices(a: Reading, b: Reading, symbolic: bool) -> bool:
-    """Of "(C) 12", "C" and "12": a letter that both have decides with the values that both have."""
+    """Compare "(C) 12", "C" and "12": the letters decide if both have one, together with the values if both have them."""
     if a.choice and b.choice:
         values = not (a.text and b.text) or _same_readings(a, b, symbolic)
         return a.choice == b.choice and values
@@ -171,7 +172,7 @@ def _match(some: Sequence[Item], others: Sequence[Item]) -> bool:
 
 
 def _as_pair(named: Reading, other: Reading) -> bool | None:
-    """Of "x=2, y=3" and "(2,3)": whether they are the same; None if they have not these forms."""
+    """Whether "x=2, y=3" and "(2,3)" are the same; None for other forms."""
     names = [item.name for item in named.items]
     if len(names) < 2 or None in names or len(set(names)) < len(names):
         return None
@@ -191,7 +192,7 @@ def _as_pair(named: Reading, other: Reading) -> bool | None:
 
 
 def _whole(reading: Reading) -> str:
-    """What the library is given."""
+    """The text that the library is given."""
     if len(reading.items) == 1:
         return _text_of(reading.items[0])
     return ",".join(item.value for item in reading.items)
@@ -222,7 +223,7 @@ def _same_items(a: Item, b: Item, symbolic: bool) -> bool:
 
 
 def _same_in_bases(a: Item, b: Item) -> bool:
-    """Digits in a base are the same digits in it, or their value; a number that may be such digits without the base is these."""
+    """Compare digits in a base with the same digits or their value; a number without a base may be such digits."""
     if a.base and b.base:
         return a.base == b.base and in_base(a.value, a.base) == in_base(b.value, b.base)
     based, bare = (a, b) if a.base else (b, a)
@@ -238,7 +239,7 @@ def math(
     """1 if the response's answer equals the label, else 0. The answer is kept in its normal form.
 
     boxed_only: without a box the response has no answer. after: only the text after the last occurrence of this marker
-    counts ("</think>"); a response without it has no answer. Of a label with a box or with ####, what these mark counts.
+    counts ("</think>"); a response without it has no answer. In a label with a box or with ####, the marked text counts.
     Errors: ValueError for an empty label: the data are wrong, not the response.
     """
     label = label_text(sample.label)
@@ -255,7 +256,7 @@ def math(
 
 
 def words_of(prompt: Prompt) -> frozenset[str]:
-    """The words of a prompt, of what may be counted in the answer; without those that mean a number or a doubt."""
+    """The words of a prompt that may be units of its answer: none that mean a number or a doubt."""
     texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
     found = {word.lower() for text in texts for word in COUNTABLE.findall(text[:LONGEST_PROMPT])}
     return frozenset(found - NEVER_COUNTED)
@@ -264,16 +265,17 @@ def words_of(prompt: Prompt) -> frozenset[str]:
 def judged(
     answer: str | None, label: str, *, symbolic: bool = True, own: frozenset[str] = NONE
 ) -> RewardResult:
-    """1 if an answer equals the label, else 0, with its normal form: that of the label if they are equal."""
+    """1 if an answer equals the label, else 0, with its normal form: the label's if they are equal."""
     if not answer:
         return RewardResult(0.0, answer="")
     right = equal(answer, label, symbolic=symbolic, own=own)
     return RewardResult(float(right), answer=normal_form(label if right else answer, symbolic=symbolic))
 
 
-@lru_cache(maxsize=512)  # samples of a group give the same answers
+# samples of a group give the same answers
+@lru_cache(maxsize=512)
 def normal_form(answer: str, *, symbolic: bool = True) -> str:
-    """One text for the spellings of an answer: numbers by value, lists sorted, words in lower case, expressions as sympy has them."""
+    """One text for the spellings of an answer: numbers by value, lists sorted, words in lower case, expressions by sympy."""
     reading = read(answer[:LONGEST])
     if reading.choice and not reading.text:
         return reading.choice

@@ -1,4 +1,4 @@
-"""A reward that is a weighted sum of others, each of any form, and each stored as a part."""
+"""A reward that is a weighted sum of other rewards of any form, each stored as a part."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TAKES = {"function", "weight", "options", "name"}
 
 
 async def mixture(sample: RewardInput, *, parts: Sequence[Mapping[str, Any] | str]) -> RewardResult:
-    """The sum of the parts, each times its weight, 1 if it has none.
+    """The weighted sum of the parts; a weight is 1 when not given.
 
-    parts: each {function, weight, options, name}, or a bare import path. A part's name is that of its function unless it
-    has one. Its reward is stored under its name, before the weight, and its own parts under `name.part`. The answer is that of
-    the first part that looks for one.
-    Errors: ConfigError for a part of another form, or that cannot be loaded; those of `read_score`; what a part raises.
+    parts: each {function, weight, options, name}, or a bare import path. A part's name is its function's unless given. Its
+    reward is stored under its name, before the weight, and its own parts under `name.part`. The answer comes from the first
+    part that looks for one. Errors: ConfigError for a part of another form, or that cannot be loaded; errors of `read_score`
+    and of the parts.
     """
     values: dict[str, float | str] = {}
     total, found = 0.0, None

@@ -11,15 +11,15 @@ from millrace.core.rewards.characters import minus_signs
 
 # commas group thousands, or stand between two numbers
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,20}(?!\d|,\d)(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-LONGEST = 64  # digits and signs of one number; longer runs are not answers
-LARGEST = 10_000  # of an exponent of ten; Decimal overflows far beyond it
+LONGEST = 64  # digits and signs of one number; longer runs are no answers
+LARGEST = 10_000  # exponent of ten; Decimal overflows far beyond it
 
 
 def find_last(text: str) -> Decimal | None:
     """The last number in a text; None when there is none.
 
-    A minus counts only where no digit or letter stands right before it, so that "7-3" ends in 3. It may be any of the signs
-    that stand for one.
+    A minus counts only if no digit or letter stands right before it, so that "7-3" ends in 3. Any minus sign of Unicode
+    counts.
     """
     text, last = minus_signs(text), None
     for match in NUMBER.finditer(text):
@@ -52,7 +52,8 @@ def arithmetic(sample: RewardInput, *, tolerance: float = 0.0) -> RewardResult:
 
 
 def _normal_form(value: Decimal) -> str:
-    plain = value.normalize() or Decimal(0)  # no -0
+    # `or` turns -0 into 0
+    plain = value.normalize() or Decimal(0)
     return f"{plain:f}" if abs(plain.adjusted()) < LONGEST else str(plain)
 
 

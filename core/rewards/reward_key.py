@@ -1,4 +1,4 @@
-"""A mapping whose reward is under a key of the user's own. Pure."""
+"""A mapping whose reward is under a key that the user names. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Scoring stored rows with a reward; runs in a worker process that may be killed.
 
-Owns the step from a row to the reward's input, and from what it returns to reward and parts; knows nothing of processes
+Owns the step from a row to the reward's input, and from its answer to reward and parts; knows nothing of processes
 or budgets.
 """
 
@@ -31,11 +31,11 @@ class Scored(TypedDict):
 
 Ended = tuple[
     Literal["done", "failed", "timed_out"], Scored | list[Scored] | str
-]  # with its score, or the reason why there is none
+]  # with its score, or the reason why it has none
 
 
 def sample_input(row: Row) -> RewardInput:
-    """What the reward sees of a stored row, whose prompt, label and metadata are JSON text."""
+    """The reward's input from a stored row, whose prompt, label and metadata are JSON text."""
     with long_integers():
         return RewardInput(
             prompt=json.loads(row["prompt"]),
@@ -51,7 +51,7 @@ def sample_input(row: Row) -> RewardInput:
 def score_sample(path: str, options: Mapping[str, Any], row: Row, field: str = "reward") -> Scored:
     """Score one row by the reward at `path`, which `field` of the configuration names.
 
-    Errors: those of `reward_of` and `read_score`; and whatever the reward raises.
+    Errors: of `reward_of`, of `read_score`, and of the reward.
     """
     return _scored(answer_of(reward_of(path, options, field), sample_input(row)), path)
 
@@ -59,7 +59,7 @@ def score_sample(path: str, options: Mapping[str, Any], row: Row, field: str = "
 def score_group(
     path: str, options: Mapping[str, Any], rows: Sequence[Row], field: str = "reward"
 ) -> list[Scored]:
-    """Score the rows of a group in one call. One answer that is no score fails them all.
+    """Score the rows of a group in one call. One answer that is no score fails all rows.
 
     Errors: as of `score_sample`; TypeError and ValueError if it does not return a score for each row.
     """
@@ -70,9 +70,9 @@ def score_group(
 def score_side_by_side(
     path: str, options: Mapping[str, Any], items: Sequence[Row | Sequence[Row]], field: str, timeout_s: float
 ) -> list[Ended]:
-    """Score rows, or groups of them, at once in one event loop, each with a deadline of its own: how each ended, in order.
+    """Score rows or groups at once in one event loop, each with its own deadline; returns how each ended, in order.
 
-    What does not await runs while the others wait. Of one that failed or was late, it has the reason.
+    A call that does not await blocks the others. A call that failed or was late has the reason.
     """
 
     async def result(item: Row | Sequence[Row]) -> Scored | list[Scored]:
@@ -88,7 +88,8 @@ def score_side_by_side(
             async with deadline:
                 return "done", await result(item)
         except TimeoutError as error:
-            if not deadline.expired():  # one of the reward's own
+            # the timeout is the reward's own
+            if not deadline.expired():
                 return "failed", described(error)
             return "timed_out", f"no answer within {timeout_s:g} s"
         except asyncio.CancelledError as error:
@@ -103,9 +104,9 @@ def score_side_by_side(
 
 
 def hint_of(path: str, options: Mapping[str, Any], row: Row, field: str) -> str | None:
-    """What the hint at `path` tells a teacher of a row; None for nothing, and for text without a letter.
+    """The text that the hint at `path` returns for a row; None for no text, and for blank text.
 
-    Errors: TypeError if it returns something else; those of `reward_of`, and whatever it raises.
+    Errors: TypeError if it returns something else; errors of `reward_of` and of the hint.
     """
     answer = answer_of(reward_of(path, options, field), sample_input(row))
     if answer is not None and not isinstance(answer, str):
@@ -114,14 +115,14 @@ def hint_of(path: str, options: Mapping[str, Any], row: Row, field: str) -> str 
 
 
 def scored(result: RewardResult) -> Scored:
-    """A result as it crosses processes."""
+    """A result in the form that crosses processes."""
     return {"reward": result.reward, "parts": dict(result.parts), "answer": result.answer}
 
 
 def read_score(answer: Any, path: str) -> RewardResult:
-    """What a reward function returned: a number, a RewardResult, or a mapping. Numbers become floats.
+    """Read the answer of a reward function: a number, a RewardResult, or a mapping. Numbers become floats.
 
-    Of a mapping the key `reward` is the reward, a text at `answer` the answer, and every other key a part.
+    In a mapping the key `reward` is the reward, a text at `answer` the answer, and every other key a part.
     Errors: TypeError for anything else, ValueError for a number that is not finite.
     """
     if isinstance(answer, Mapping):
@@ -149,9 +150,9 @@ def read_score(answer: Any, path: str) -> RewardResult:
 
 
 def read_group(answer: Any, count: int, path: str) -> list[RewardResult]:
-    """What a reward returned for a group: a list with a score for each of its `count` samples.
+    """Read the answer of a reward for a group: a list with a score for each of its `count` samples.
 
-    Errors: TypeError if it is no list, ValueError if it has another length; those of `read_score`.
+    Errors: TypeError if it is no list, ValueError if it has another length; errors of `read_score`.
     """
     if isinstance(answer, str | bytes | Mapping | RewardResult) or not hasattr(answer, "__len__"):
         raise TypeError(
@@ -185,7 +186,8 @@ def _finite(value: Any, name: str, path: str) -> float:
         ValueError,
         RuntimeError,
         OverflowError,
-    ) as error:  # an array or tensor of several, say
+        # several values, such as an array or tensor
+    ) as error:
         raise TypeError(
             f"{path} returned {name} of type {type(value).__name__}, which is no one number: {error}"
         ) from error

@@ -1,7 +1,7 @@
-"""Which reward scores a sample: of its row, else of its source or held-out set, else of the section `reward`. Pure.
+"""Which reward scores a sample: its row's, else its source's or held-out set's, else that of the section `reward`. Pure.
 
 Owns the order, and the list of every reward that a configuration names. A row names a key of `reward.named`, never an import
-path: data choose no code.
+path: data cannot choose code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.by_name import UnknownNameError, named_by_row
 from millrace.core.config.reward import Reward, RewardFunction
 
-KEY = "reward"  # of a row's metadata
-TAKEN = ("function", "options")  # of a part
+KEY = "reward"  # key of a row's metadata
+TAKEN = ("function", "options")  # fields that are read of a part
 MIXTURE = "millrace.core.rewards.mixture:mixture"
 TOURNAMENT = "millrace.core.rewards.tournament.group_reward:tournament"
 
@@ -35,7 +35,7 @@ class Selected:
 
 
 def select(reward: Reward, own: Selected | None, metadata: Mapping[str, Any]) -> Selected:
-    """The reward of a row. own: that of its source or set, if it has one.
+    """The reward of a row. own: the reward of its source or set, if it has one.
 
     Without `reward.named`, the row's metadata choose nothing. Errors: UnknownRewardError.
     """
@@ -46,7 +46,7 @@ def select(reward: Reward, own: Selected | None, metadata: Mapping[str, Any]) ->
 
 
 def own_rewards(config: RunConfig) -> tuple[dict[str, Selected], dict[str, Selected]]:
-    """The rewards that sources have of their own, by source; and those of held-out sets, by set."""
+    """The rewards that sources set, by source, and the rewards that held-out sets set, by set."""
     sources = {
         source.name: Selected(f"data.sources.{source.name}.reward", source.reward)
         for source in config.data.sources
@@ -70,7 +70,7 @@ def all_rewards(config: RunConfig) -> Iterator[Selected]:
 
 
 def _parts(mixture: Selected) -> Iterator[Selected]:
-    """The rewards that a mixture is made of. What has not the form of one is left to the mixture, which refuses it."""
+    """The rewards that a mixture is made of. Parts of another form are skipped here: the mixture refuses them."""
     parts = mixture.function.options.get("parts") if mixture.function.function == MIXTURE else None
     for number, part in enumerate(parts if isinstance(parts, list) else []):
         values = {name: part[name] for name in TAKEN if name in part} if isinstance(part, Mapping) else part
@@ -84,7 +84,7 @@ def _parts(mixture: Selected) -> Iterator[Selected]:
 
 
 def comparisons(config: RunConfig) -> Iterator[tuple[str, UserFunction]]:
-    """What tournaments compare with, and the field that names it. What names no function is left to the tournament."""
+    """The functions by which tournaments compare, with their fields. Others are left to the tournament, which refuses them."""
     for found in all_rewards(config):
         compare = found.function.options.get("compare")
         if found.function.function == TOURNAMENT and compare:

@@ -1,9 +1,9 @@
 """Whether two mathematical expressions are the same, by math-verify, within bounds of size and time.
 
-Owns what is asked of the library and for how long; `bounded` refuses first what is too large to compute. Two answers that
+Owns the calls of the library and their time limit; `bounded` refuses expressions that are too large first. Two answers that
 are too large, or that take longer than the limit, are not found equal. The answer does not depend on the order of the two.
 
-Where this differs from math-verify alone, as a careful human would:
+It differs from math-verify alone, as a careful human would:
 
 - decimals are exact: 0.333333 is not 1/3, and 3.14159 is not pi; the library rounds to six places;
 - (1,2) is a pair or an interval, never the list 1,2; the library takes a list for a pair;
@@ -27,11 +27,12 @@ from types import FrameType
 from millrace.core.rewards.answer_text import is_apart
 from millrace.core.rewards.bounded import TooLarge, check_size
 
-SECONDS = 0.5  # five times what a comparison takes that comes to an end; CPU time, in the main thread only
+# five times the time of a comparison that ends; CPU time, in the main thread only
+SECONDS = 0.5
 
 
 def same_expression(a: str, b: str) -> bool:
-    """Whether two spellings (see `answer_text.spelling`) are the same expression; False where that is not decided."""
+    """Whether two spellings (see `answer_text.spelling`) are the same expression; False if that is not decided."""
     if is_apart(a) or is_apart(b):
         return False
     try:
@@ -39,7 +40,8 @@ def same_expression(a: str, b: str) -> bool:
         check_size(b)
     except TooLarge:
         return False
-    from millrace.core.rewards import expressions  # loads sympy: seconds, and only where answers are compared
+    # loads sympy, which takes seconds, only if answers are compared
+    from millrace.core.rewards import expressions
 
     try:
         with _limit(SECONDS):
@@ -49,7 +51,7 @@ def same_expression(a: str, b: str) -> bool:
 
 
 def simplest(text: str) -> str | None:
-    """The text that the library has for a spelling, one for expressions that only differ in order; None if it has none in time."""
+    """The library's text for a spelling, the same for expressions that differ only in order; None if it finds none in time."""
     if is_apart(text):
         return None
     try:
@@ -66,21 +68,24 @@ def simplest(text: str) -> str | None:
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception: the library catches those and would go on."""
+    """Not an Exception: the library would catch it and continue."""
 
 
 @contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raise _OutOfTime within the block after so much CPU time of the main thread. Signals reach that thread only: in any
-    other there is no limit, and `reward.timeout_s` is what ends a comparison. Garbage is not collected meanwhile: in a large
-    process that alone takes longer than a comparison, and it would decide the verdict."""
+    """Raise _OutOfTime within the block after so much CPU time of the main thread.
+
+    Signals reach that thread only: in any
+    other there is no limit, and `reward.timeout_s` ends a comparison. Garbage is not collected meanwhile: in a large process a
+    collection takes longer than a comparison, and would decide the verdict.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     running, started = True, time.thread_time()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # the timer counts what other threads of the process take, too
+        # the timer also counts the time of other threads of the process
         if running and time.thread_time() - started >= seconds:
             raise _OutOfTime
 
@@ -88,7 +93,7 @@ def _limit(seconds: float) -> Iterator[None]:
     gc.disable()
     signal.setitimer(
         signal.ITIMER_VIRTUAL, seconds, seconds / 10
-    )  # again, should a destructor swallow the first
+    )  # repeats, in case a destructor swallows the first
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ def contains(sample: RewardInput, *, strip: bool = True, ignore_case: bool = Fal
 
 
 def label_text(label: Any) -> str:
-    """A label as the text that a response is compared with; empty without a label.
+    """A label as text for comparison with a response; empty without a label.
 
     Errors: DataError for a list or a mapping, which no response equals.
     """

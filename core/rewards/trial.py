@@ -15,7 +15,7 @@ WANTED_OF_GROUP = "return a list with a score for each sample, or leave out rewa
 
 
 class Trial(TypedDict):
-    """What a reward gave: a number, its parts and its answer; or why there is none, and what to do."""
+    """A reward's result: a number, its parts and its answer; or the reason for none, and the remedy."""
 
     reward: float | None
     parts: dict[str, float | str]
@@ -30,7 +30,7 @@ def try_reward(
     row: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     field: str = "reward",
 ) -> Trial:
-    """Score a stored row, or a group of rows, of which the first counts. What the reward raises is described, not raised.
+    """Score a stored row, or a group of rows, of which the first counts. Errors of the reward are described, not raised.
 
     Errors: ConfigError when it cannot be loaded.
     """

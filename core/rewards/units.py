@@ -1,6 +1,6 @@
-"""Words that may follow a value: units with their factors, things that are counted, and words that are numbers. Pure.
+"""Words that may follow a value: units with their factors, counted things, and words for numbers. Pure.
 
-Owns the known list. A word that is not in it is no unit, so that "5 million" or "5 maybe" never counts for 5.
+Owns the list of known words. Another word is no unit, so that "5 million" or "5 maybe" never counts for 5.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
-# by dimension: how many of its base unit a name stands for
+# by dimension: the number of base units that a name stands for
 UNITS = {
     "length": {
         "1": "m meter meters metre metres", "1/100": "cm centimeter centimeters centimetre centimetres",
@@ -551,7 +551,7 @@ WORTH = {
     "thousandth": Fraction(1, 1000), "millionth": Fraction(1, 10**6), "halves": Fraction(1, 2),
 }  # fmt: skip
 WORTH |= {f"{word}s": worth for word, worth in WORTH.items() if word != "halves"}
-# words of a prompt that are never what is counted
+# words of a prompt that are never counted things
 NEVER_COUNTED = {
     *WORTH,
     *[
@@ -717,16 +717,16 @@ WORD = re.compile(r"[a-zA-Z]+")
 
 @dataclass(frozen=True)
 class Unit:
-    """Its dimensions with their powers, and how many base units it stands for."""
+    """A unit's dimensions with their powers, and the number of base units that it stands for."""
 
     dimensions: tuple[tuple[str, int], ...]
     factor: Fraction = Fraction(1)
 
 
 def unit_of(text: str, power: str | None = None, own: Collection[str] = ()) -> Unit | None:
-    """The unit that a text names: "m/s^2", "square feet", "miles per hour", "apples". None if a word of it is not known.
+    """The unit that a text names: "m/s^2", "square feet", "miles per hour", "apples". None if a word of it is unknown.
 
-    power: of the whole, written after it. own: further words that are counted, such as those of the prompt.
+    power: of the whole unit, written after it. own: further counted things, such as the words of the prompt.
     """
     text = re.sub(r"\bper\b", "/", text.replace("\\cdot", " ").replace("*", " "))
     words = re.findall(r"/|[^\s/]+", text)
@@ -737,7 +737,8 @@ def unit_of(text: str, power: str | None = None, own: Collection[str] = ()) -> U
     for word in words:
         if word == "/":
             sign = -1
-        elif word.lower() in POWERS and word.lower().endswith("d") and parts:  # meters squared
+        # as in "meters squared"
+        elif word.lower() in POWERS and word.lower().endswith("d") and parts:
             parts[-1] = (*parts[-1][:2], parts[-1][2] * POWERS[word.lower()])
         elif word.lower() in POWERS:
             raised = POWERS[word.lower()]
@@ -771,7 +772,8 @@ def _known(name: str, own: Collection[str]) -> tuple[str, Fraction] | None:
     if found is None:
         return None
     dimension, factor = found
-    if dimension == name.lower():  # what is counted has one name in singular and plural
+    # counted things have one name in singular and plural
+    if dimension == name.lower():
         dimension = IRREGULAR.get(dimension) or re.sub(r"(?<=[^s])s$|(?<=x|h|s)es$", "", dimension)
     return dimension, factor
 

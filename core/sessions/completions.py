@@ -1,7 +1,7 @@
-"""OpenAI's chat completions over turns: what a request asks for, and a turn as the answer. Pure.
+"""OpenAI's chat completions over turns: reads a request, and writes a turn as the answer. Pure.
 
-Owns what is accepted. Whatever would make the policy generate otherwise than the run says is refused with the field to set
-instead: training counts on one way of sampling. Knows nothing of HTTP or of where a turn comes from.
+Owns what is accepted. Fields that would make the policy sample differently from the run are refused with the field to set
+instead: training relies on one way of sampling. Knows nothing of HTTP or of how turns are made.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from millrace.core.sessions.history import Place
 from millrace.core.sessions.interface import Message, Turn
 
 LONGEST = 2**31 - 1  # tokens that a request may ask for; the run's own limits are lower
-MODEL = "policy"  # the only model; a request may name it as it likes
+MODEL = "policy"  # the only model; requests may use any name
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
-# what changes logits, and its value that changes nothing
+# fields that change logits, and the value that changes nothing
 RESHAPING: dict[str, Any] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -28,7 +28,7 @@ RESHAPING: dict[str, Any] = {
     "min_new_tokens": 0,
     "logit_bias": {},
 }
-# value: what it may be besides absent or null; what it says is so in any case
+# fields that may be absent, null or this value, which holds in any case
 FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -43,7 +43,7 @@ READ = ("messages", "tools", "max_tokens", "max_completion_tokens", "stop", "str
 
 
 class BadRequestError(Exception):
-    """A request that is not taken, with the field and why."""
+    """A request that is refused, with the field and the reason."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -52,13 +52,13 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a request asks for."""
+    """A request as it was read."""
 
-    messages: Sequence[Message]  # as a chat template takes them
+    messages: Sequence[Message]  # in the form that a chat template takes
     max_tokens: int | None
     stop: Sequence[str]
     stream: bool
-    usage: bool  # at the end of a stream
+    usage: bool  # whether usage is reported at the end of a stream
     model: str
 
 
@@ -136,14 +136,16 @@ def _call(given: Any, field: str) -> dict[str, Any]:
         raise BadRequestError(field, "an object with a function is wanted, which has a name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # a history may quote what no one can read
+        # a history may quote calls that cannot be parsed
+        with contextlib.suppress(ValueError):
             arguments = json.loads(arguments)
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": str(given["id"]), **call} if given.get("id") else call
 
 
 def _check_tools(given: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-    if not given:  # they are shown to the policy in any case
+    # the policy is shown the tools in any case
+    if not given:
         return
     if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
         raise BadRequestError("tools", "a list of tools is wanted")
@@ -187,7 +189,7 @@ def _equal(value: Any, allowed: Any) -> bool:
 
 
 def completion(place: Place, turn: Turn, model: str, created: int) -> dict[str, Any]:
-    """A turn as an answer. Its ids follow from its place: a repeated request gets the same."""
+    """A turn as an answer. Its ids depend on its place: a repeated request gets the same ids."""
     name = f"{place.branch}-{place.index}"
     message: dict[str, Any] = {
         "role": "assistant",
@@ -225,7 +227,7 @@ def completion(place: Place, turn: Turn, model: str, created: int) -> dict[str, 
 
 
 def chunks(answer: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
-    """An answer as the chunks of a stream; the last one holds the usage where it is wanted."""
+    """An answer as the chunks of a stream; the last one holds the usage if it was asked for."""
     (choice,) = answer["choices"]
     message = choice["message"]
     head = {**answer, "object": "chat.completion.chunk"}

@@ -1,4 +1,4 @@
-"""The two forms over a session that need no function of yours: a policy with tools, and an environment.
+"""The two forms over a session that need no rollout function: a policy with tools, and an environment.
 
 Both are rollout functions, written against `Session` alone.
 """
@@ -29,7 +29,7 @@ async def use_tools(session: Session) -> None:
 async def act_in(
     session: LiveSession, make: Callable[..., Environment], **options: Any
 ) -> RewardResult | None:
-    """One episode of an environment. Steps that were recorded are not made again, but where its recovery is "restart"."""
+    """One episode of an environment. Recorded steps are not made again, unless its recovery is "restart"."""
     environment = make(**options)
     check_environment(environment)
     episode = _Episode(session, environment)
@@ -55,7 +55,7 @@ RECOVERIES = ("stateless", "snapshot", "restart")
 
 
 def check_environment(environment: object) -> None:
-    """See that it has what an environment has. Raises TypeError that says what it lacks."""
+    """Raises TypeError naming the methods that an environment lacks."""
     recovery = getattr(environment, "recovery", None)
     if recovery not in RECOVERIES:
         said = "says no recovery" if recovery is None else f"says recovery = {recovery!r}"
@@ -77,7 +77,7 @@ class _Episode:
         self._state: str | None = None  # of the newest recorded event
 
     async def reset(self) -> Observation | Done | None:
-        """Begin the episode."""
+        """Start the episode."""
         if self._environment.recovery == "snapshot":
             return await self._event("reset", lambda: self._environment.reset(self._session.task))
         return await made(lambda: self._environment.reset(self._session.task))
@@ -101,7 +101,8 @@ class _Episode:
             return json.dumps({**_plain(outcome), "state": state})
 
         found = await self._session.recorded(f"environment.{name}", {}, to_record)
-        if found.failed:  # the policy sees no failure of an environment: its rollout ends with it
+        # the policy does not see a failure of an environment: its rollout ends with it
+        if found.failed:
             raise SessionError(found.text)
         if found.before:
             self._state = json.loads(found.text)["state"]
@@ -109,7 +110,7 @@ class _Episode:
 
 
 async def made(make: Callable[[], Any]) -> Observation | Done | None:
-    """What an environment's function returns. Raises TypeError for what is no outcome."""
+    """Call an environment's function. Raises TypeError if it returns no outcome."""
     outcome = make()
     outcome = await outcome if inspect.isawaitable(outcome) else outcome
     if isinstance(outcome, str):

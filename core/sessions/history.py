@@ -1,9 +1,8 @@
-"""Where a whole history of messages stands among the turns of a rollout: the same request again, the next turn of a branch, or
-the beginning of a new branch. Pure.
+"""Finds the place of a whole message history among a rollout's turns: a repeated request, the next turn, or a new branch. Pure.
 
-Owns what counts as the same message. A client that speaks over HTTP sends all messages with each request. They are compared with
-what was sent and answered before, message by message; whatever differs begins a new branch, and nothing is ever repaired. The
-answer depends on nothing but the order of the requests. Knows nothing of HTTP, tokens or processes.
+Owns what counts as the same message. A client over HTTP sends all messages with each request. They are compared with earlier
+requests and answers, message by message. A difference starts a new branch, and nothing is ever repaired. The result depends
+only on the order of the requests. Knows nothing of HTTP, tokens or processes.
 """
 
 from __future__ import annotations
@@ -21,27 +20,30 @@ KNOWN = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
 
 @dataclass(frozen=True)
 class Said:
-    """A message as it is compared."""
+    """A message in the form that is compared."""
 
     role: str
     content: str = ""
     calls: tuple[tuple[str, str], ...] = ()  # name and arguments
-    answers: str = ""  # which call of which assistant message a tool answers, by place: ids are the client's
+    answers: str = (
+        ""  # which call of which assistant message a tool answers, by position, since the client chooses ids
+    )
     thinking: str | None = None  # None: not sent
     more: str = ""  # other keys, as JSON
 
     def repeats(self, turn: Said) -> bool:
-        """Whether it is what a turn said. Thinking counts where it was sent."""
+        """Whether the message repeats a turn. Thinking counts if it was sent."""
         thinking = turn.thinking if self.thinking is None else self.thinking
         return Said(self.role, self.content, self.calls, self.answers, thinking, self.more) == turn
 
 
 def compared(messages: Sequence[Message]) -> tuple[Said, ...]:
-    """Messages from the first on, as they are compared. Contents are text."""
-    calls: dict[str, str] = {}  # place of a call by its id
+    """All messages in the form that is compared. Contents are text."""
+    calls: dict[str, str] = {}  # position of a call by its id
     found: list[Said] = []
     for number, message in enumerate(messages):
-        if "ids" in message:  # token ids: no message is like them
+        # token ids equal no message
+        if "ids" in message:
             found.append(Said("", json.dumps(message["ids"])))
             continue
         asked = message.get("tool_calls") or ()
@@ -64,7 +66,7 @@ def compared(messages: Sequence[Message]) -> tuple[Said, ...]:
 
 
 def said_by(turn: Turn) -> Said:
-    """A turn as it is compared."""
+    """A turn in the form that is compared."""
     calls = tuple((call.name, _text(call.arguments)) for call in turn.tool_calls)
     return Said("assistant", turn.content, calls, thinking=turn.thinking)
 
@@ -85,20 +87,20 @@ def _text(value: Any) -> str:
 
 @dataclass(eq=False)
 class Place:
-    """A turn that was asked for: after the one before it and some messages, with some options."""
+    """A turn that was asked for: after the previous turn and some messages, with some options."""
 
     branch: int
-    index: int  # among the turns of its branch
+    index: int  # number among the turns of its branch
     door: int
     before: Place | None
     new: tuple[Said, ...]
     options: str
-    turn: Turn | None = None  # once it is there
+    turn: Turn | None = None  # None until the turn is generated
     after: list[Place] = field(default_factory=list)
 
     @property
     def path(self) -> list[Place]:
-        """The turns up to it."""
+        """The turns up to this one, included."""
         place: Place | None = self
         found: list[Place] = []
         while place is not None:
@@ -109,7 +111,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Again:
-    """The same was asked before."""
+    """The same request was made before."""
 
     place: Place
 
@@ -132,46 +134,44 @@ class Begin:
 
 @dataclass
 class _Line:
-    """A branch as far as it got."""
+    """The state of a branch."""
 
     door: int
-    tip: Place | None  # its newest turn, or the one that it began after
-    opening: tuple[Said, ...]  # before its first turn
-    open: bool = (
-        True  # it can go on: no turn is under way, none failed, and its function observed nothing itself
-    )
+    tip: Place | None  # its newest turn, or the turn that it started after
+    opening: tuple[Said, ...]  # messages before its first turn
+    open: bool = True  # whether it can continue: no turn is running, none failed, and its function observed nothing itself
 
 
 class History:
     """The turns of one rollout, and the doors to them.
 
     A door is a branch that the rollout's function made, by its number. A client behind a door sees the turns that its branch
-    began with and those that were made through the door, no others: the same messages from two agents are two branches.
+    started with and the turns made through the door, no others: the same messages from two agents are two branches.
     """
 
     def __init__(self) -> None:
         self._first: list[Place] = []
         self._lines: dict[int, _Line] = {}
-        self._before: dict[int, list[Place]] = {}  # what a door's branch began with
+        self._before: dict[int, list[Place]] = {}  # turns that a door's branch started with
 
     def begin(self, branch: int, door: int, opening: Sequence[Said] = (), after: Place | None = None) -> None:
-        """A branch begins: with a prompt, after a turn, or both."""
+        """Note a new branch: with a prompt, after a turn, or both."""
         self._lines[branch] = _Line(door, after, tuple(opening))
         if branch == door:
             self._before[door] = after.path if after else []
 
     def fork(self, branch: int, parent: int) -> None:
-        """A branch that is a door of its own begins where its parent stands."""
+        """Note a new branch that is a door, after its parent's newest turn."""
         line = self._lines[parent]
         tip = line.tip.before if line.tip and line.tip.turn is None else line.tip
         self.begin(branch, branch, line.opening, tip)
 
     def touch(self, branch: int) -> None:
-        """The function itself adds to a branch: no client can know what it stands at."""
+        """Note that the function itself adds to a branch: no client can know its state."""
         self._lines[branch].open = False
 
     def ask(self, branch: int, new: Sequence[Said], options: str) -> Place:
-        """A turn of a branch is asked for, after new messages."""
+        """Note that a turn of a branch is asked for, after new messages."""
         line = self._lines[branch]
         index = line.tip.index + 1 if line.tip and line.tip.branch == branch else 0
         place = Place(branch, index, line.door, line.tip, (*line.opening, *new), options)
@@ -180,12 +180,12 @@ class History:
         return place
 
     def answered(self, place: Place, turn: Turn) -> None:
-        """The turn is there, and its branch can go on."""
+        """Note a generated turn, so that its branch can continue."""
         place.turn = turn
         self._lines[place.branch].open = True
 
     def decide(self, door: int, history: Sequence[Said], options: str) -> Again | GoOn | Begin:
-        """What a request is, by its history and options."""
+        """Classify a request by its history and options."""
         reached = list(self._reached(door, history))
         for known, before in reached:
             for place in self._visible(door, before):
@@ -201,7 +201,7 @@ class History:
         return Begin(ends[0], farthest)
 
     def _reached(self, door: int, history: Sequence[Said]) -> Iterator[tuple[int, Place | None]]:
-        """The turns that the history holds, each after how many messages; the oldest of equal ones first."""
+        """The turns that the history contains, each with the number of messages up to it; the oldest of equal turns first."""
         waiting: list[tuple[int, Place | None]] = [(0, None)]
         while waiting:
             known, before = waiting.pop()

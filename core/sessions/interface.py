@@ -1,8 +1,8 @@
-"""What a rollout of your own is written against: `Session`, and the forms above it, `Environment` and tools.
+"""The interface for your rollouts: `Session`, and the forms above it, `Environment` and tools.
 
 Owns the signatures, frozen by a test. Knows nothing of engines, processes or files. One session is one rollout: a sample of a
-group, or several where it branches. What is trained is what the engine generated, token for token: a prompt grows by what is
-new, and nothing that was generated is ever made from text again.
+group, or several if it branches. Training uses exactly the generated tokens: a prompt grows by new tokens only, and generated
+text is never tokenised again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from millrace.core.hooks import Score
 
-Message = Mapping[str, Any]  # of a chat: role, content, and what the template knows besides
+Message = Mapping[str, Any]  # of a chat: role, content, and other keys that the template knows
 Content = str | Message | Sequence[Message] | Sequence[int]
-"""What a prompt grows by: text or the parts of a content (one message of a role), messages, or token ids as they are."""
+"""An addition to a prompt: text or content parts (one message of a role), messages, or token ids, which are kept unchanged."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Task:
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
-    index: int = 0  # of the rollout within its group
+    index: int = 0  # number of the rollout within its group
     evaluation: bool = False
 
 
@@ -41,17 +41,17 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the engine generated at once, and what can be read in it."""
+    """One generation of the engine, and its parsed content."""
 
-    text: str  # all of it, for reading
+    text: str  # the whole text, for reading
     content: str  # without thinking and tool calls
     output_ids: Sequence[int]
     status: Literal["completed", "truncated"]
     thinking: str = ""
     tool_calls: Sequence[ToolCall] = ()
     problem: str | None = None  # why its tool calls cannot be read
-    prompt_tokens: int = 0  # what it was generated after
-    logprobs: Sequence[float] = ()  # of output_ids, if they were asked for
+    prompt_tokens: int = 0  # tokens that it was generated after
+    logprobs: Sequence[float] = ()  # log-probabilities of output_ids, if they were asked for
 
     @property
     def truncated(self) -> bool:
@@ -68,11 +68,11 @@ class TooLongError(LimitReachedError):
 
 
 class SessionError(Exception):
-    """The rollout cannot go on: the chat template refuses a message, or no engine could generate. It fails with the reason."""
+    """The rollout cannot continue: the chat template refuses a message, or no engine could generate. It fails with the reason."""
 
 
 class ToolError(Exception):
-    """A tool raised, does not take the arguments, or is not there. For the policy it is an answer."""
+    """A tool raised, refuses the arguments, or does not exist. The policy gets it as an answer."""
 
 
 @runtime_checkable
@@ -86,14 +86,15 @@ class Session(Protocol):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The prompt as messages, the source's system message among them: what a client's history begins with."""
+        """The prompt as messages, including the source's system message: the start of a client's history."""
         ...
 
     @property
     def base_url(self) -> str:
-        """Where a client of yours reaches this branch by OpenAI's chat completions: OpenAI(base_url=..., api_key=...).
+        """The URL of this branch for your client of OpenAI's chat completions: OpenAI(base_url=..., api_key=...).
 
-        It sends whole histories. One that goes on from what was said so far is the next turn; any other begins a new branch.
+        Clients send whole histories. A history that continues the messages so far is the next turn; any other starts a new
+        branch.
         """
         ...
 
@@ -104,7 +105,7 @@ class Session(Protocol):
 
     @property
     def rng(self) -> random.Random:
-        """Random numbers that are the same whenever this rollout is made."""
+        """Random numbers that are the same each time this rollout is made."""
         ...
 
     @property
@@ -120,9 +121,9 @@ class Session(Protocol):
         stop: Sequence[str] = (),
         logprobs: bool = False,
     ) -> Turn:
-        """Let the policy go on, after what was observed and `new`, by default a message of the user.
+        """Generate the policy's next turn, after the observations and `new`, by default a message of the user.
 
-        Raises LimitReachedError where the rollout has no room for another turn.
+        Raises LimitReachedError if the rollout has no room for another turn.
         """
         ...
 
@@ -131,34 +132,34 @@ class Session(Protocol):
         ...
 
     async def call(self, tool: str, /, **arguments: Any) -> str:
-        """Call a tool and return its answer, or what went wrong, as text. The answer is recorded: no restart calls again."""
+        """Call a tool and return its answer, or its error, as text. The answer is recorded: no restart repeats the call."""
         ...
 
     def branch(self, name: str | None = None, prompt: Content | None = None) -> Session:
-        """Another sample of the same rollout, which begins where this one stands, or at a `prompt` of its own.
+        """Another sample of the same rollout, which starts from this one's state, or with its own `prompt`.
 
-        name: of a role, such as critic: rewards are compared among branches of a name. None: this one's.
+        name: a role, such as critic; rewards are compared among branches of one name. None: this branch's name.
         """
         ...
 
     def reward(self, value: float, **parts: float | str) -> None:
-        """Give this branch its reward, and those without one that branched from it. A text named `answer` is the answer."""
+        """Set the reward of this branch, and of its branches without one. A text named `answer` is the answer."""
         ...
 
 
 @runtime_checkable
 class RolloutFunction(Protocol):
-    """Makes one rollout. What it returns, if anything, is the reward."""
+    """Makes one rollout. Its return value, if any, is the reward."""
 
     def __call__(self, session: Session, **options: Any) -> Awaitable[Score | None]: ...
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment shows the policy next: text, a message, messages, or token ids."""
+    """An environment's next addition to the prompt: text, a message, messages, or token ids."""
 
     content: Content
-    role: str = "user"  # of text
+    role: str = "user"  # role of a text
 
 
 @dataclass(frozen=True)
@@ -174,16 +175,16 @@ class Done:
 class Environment(Protocol):
     """An episode. Each rollout makes one, with the options as keyword arguments.
 
-    `recovery` says what a restart of the run does in the midst of an episode. "stateless": `step` follows from its turn and from
-    what `reset` made; `reset` is called again, and the recorded steps are not. "snapshot": it has `snapshot`, which returns
+    `recovery` says what a restart of the run does within an episode. "stateless": `step` depends only on its turn and on
+    `reset`; `reset` is called again, and the recorded steps are not. "snapshot": it has `snapshot`, which returns
     text, and `restore`, which takes it; nothing that was recorded is called again. "restart": `reset` and every `step` are
-    called again, and generation goes on where what they show differs from what was recorded.
+    called again, and generation continues from the first step that differs from the record.
     """
 
     recovery: Literal["stateless", "snapshot", "restart"]
 
     async def reset(self, task: Task) -> Observation | None:
-        """Begin. What it shows follows the prompt; None: the prompt says all."""
+        """Start the episode. The observation follows the prompt; None adds nothing."""
         ...
 
     async def step(self, turn: Turn) -> Observation | Done:
@@ -191,5 +192,5 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release resources."""
         ...

@@ -1,4 +1,4 @@
-"""A session in the process that runs the rollout function: it asks the run's driver, and keeps what the function may look at.
+"""A session in the process that runs the rollout function: it asks the run's driver, and keeps state for the function.
 
 Owns the order of what is observed and asked, per branch. Knows nothing of pipes, engines or tokens: `ask` sends one request
 and returns its answer.
@@ -39,21 +39,21 @@ class Shared:
     """What the branches of one rollout share."""
 
     task: Task
-    messages: Sequence[Message]  # of the prompt
+    messages: Sequence[Message]  # messages of the prompt
     seed: int
     ask: Ask
     make_call: Make
-    serve: Callable[[LiveSession], tuple[str, str]]  # opens a door over HTTP: its URL and key
-    timeout_s: float  # of a call
-    sampling: Mapping[str, Any]  # the run's, with what the row says
-    over: Callable[
-        [], None
-    ]  # says that nobody waits for a call any more; where it goes on all the same, its process ends
-    rewards: dict[int, dict[str, Any]] = field(default_factory=dict)  # by branch
-    left_out: dict[int, list[int]] = field(default_factory=dict)  # by branch: places of tokens
-    cut: set[int] = field(default_factory=set)  # branches
+    serve: Callable[[LiveSession], tuple[str, str]]  # opens a door over HTTP; returns its URL and key
+    timeout_s: float  # limit of a call
+    sampling: Mapping[str, Any]  # the run's sampling parameters, with the row's own
+    over: Callable[[], None]  # called after a tool timed out; ends the process if the tool is still running
+    rewards: dict[int, dict[str, Any]] = field(default_factory=dict)  # rewards by branch
+    left_out: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # positions of tokens outside the loss, by branch
+    cut: set[int] = field(default_factory=set)  # truncated branches
     rng: random.Random = field(init=False)
-    sessions: list[LiveSession] = field(default_factory=list)  # by number
+    sessions: list[LiveSession] = field(default_factory=list)  # sessions by number
     history: History = field(default_factory=History)
     answers: dict[Place, Answer] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Shared:
         self.rng = random.Random(self.seed)
 
     def all_rewards(self) -> dict[int, dict[str, Any]]:
-        """Rewards by branch. One that a client began has the reward of the branch behind whose door it is."""
+        """Rewards by branch. A client's branch has the reward of the branch whose door it uses."""
         doors = {each.number: each.door for each in self.sessions if each.door != each.number}
         return {
             **{number: self.rewards[door] for number, door in doors.items() if door in self.rewards},
@@ -71,11 +71,11 @@ class Shared:
 
 @dataclass(eq=False)
 class Served:
-    """One rollout, as its clients reach it over HTTP."""
+    """One rollout that is served to clients over HTTP."""
 
     sampling: Mapping[str, Any]
     keys: list[str] = field(default_factory=list)
-    limit: str | None = None  # the newest answer was that this limit is reached
+    limit: str | None = None  # set if the newest answer was that this limit is reached
     native: Callable[[Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]] | None = (
         None  # answers SGLang's /generate
     )
@@ -85,11 +85,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer as the record has it."""
+    """A recorded answer."""
 
-    text: str  # or what went wrong
+    text: str  # the answer, or the error
     failed: bool
-    before: bool  # a restart
+    before: bool  # whether it was recorded before a restart
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,16 @@ class LiveSession:
         turns: Sequence[Turn] = (),
         door: int | None = None,
     ) -> None:
-        """begin: how it began, of a branch. door: the branch whose client began it; None: the rollout's function did."""
+        """The second argument tells the driver how a branch starts. door: the branch whose client made it; None: the function."""
         self.number = len(shared.sessions)
         self.door = self.number if door is None else door
         self.name: str | None = begin["name"] if begin else None
         shared.sessions.append(self)
         self._shared = shared
         self._new: list[Any] = []  # observed since the last turn
-        self._begin = begin  # until the driver knows
-        self._made = 0  # turns that were generated here
-        self._generating = False  # for the rollout's function
+        self._begin = begin  # None once the driver knows the branch
+        self._made = 0  # turns generated in this process
+        self._generating = False  # whether a turn for the rollout's function is running
         self._turns = list(turns)
         self._served: tuple[str, str] | None = None
         if begin is None:
@@ -142,22 +142,22 @@ class LiveSession:
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """The turns so far, those before it branched among them."""
+        """The turns so far, including turns before it branched."""
         return tuple(self._turns)
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """How the run samples this rollout's turns."""
+        """The sampling parameters of this rollout's turns."""
         return self._shared.sampling
 
     @property
     def base_url(self) -> str:
-        """Where a client of yours reaches this branch."""
+        """The URL of this branch for your client."""
         return self._door()[0]
 
     @property
     def api_key(self) -> str:
-        """What lets it in there."""
+        """The client's key."""
         return self._door()[1]
 
     def _door(self) -> tuple[str, str]:
@@ -173,7 +173,7 @@ class LiveSession:
         stop: Sequence[str] = (),
         logprobs: bool = False,
     ) -> Turn:
-        """Let the policy go on, after what was observed and `new`."""
+        """Generate the policy's next turn, after the observations and `new`."""
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}: a turn has a token at least")
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -199,9 +199,9 @@ class LiveSession:
         stop: Sequence[str],
         spawn: Callable[[Coroutine[Any, Any, Turn]], asyncio.Task[Turn]],
     ) -> tuple[Place, Answer]:
-        """The turn that answers a whole history: made before, under way, or from now on. spawn: runs what makes it.
+        """The turn that answers a whole history: an earlier, a running or a new one. spawn: runs the coroutine of a new one.
 
-        The rollout's branches go on, or begin, before it returns: no other request can come between.
+        The rollout's branches are updated before it returns, so that no other request can come between.
         """
         said, history = compared(messages), self._shared.history
         found = history.decide(self.number, said, _options(max_new_tokens, stop))
@@ -217,11 +217,12 @@ class LiveSession:
         asked = session._next(said[known:], max_new_tokens, stop)
         answer = self._shared.answers[asked.place]
         work = spawn(session._made_turn(asked))
-        work.add_done_callback(lambda _: answer.done() or answer.cancel())  # it may end before it begins
+        # the work may be cancelled before it has started
+        work.add_done_callback(lambda _: answer.done() or answer.cancel())
         return asked.place, answer
 
     def _begun(self, after: Place | None, messages: Sequence[Message]) -> LiveSession:
-        """A branch that this door's client begins, after a turn or with messages of its own."""
+        """A new branch of this door's client, after a turn or with its own messages."""
         if after is None:
             begin = {**self._standing(), "parent_turns": 0, "prompt": pieces(messages, "user")}
         else:
@@ -245,7 +246,8 @@ class LiveSession:
             turn = _turn(await self._ask(asked.request))
         except Exception as error:
             answer.set_exception(error)
-            answer.exception()  # it is raised here; who asks again gets it too
+            # the error is raised here; a repeated request gets it too
+            answer.exception()
             raise
         except asyncio.CancelledError:
             answer.cancel()
@@ -264,7 +266,7 @@ class LiveSession:
         self._shared.history.touch(self.number)
 
     async def call(self, tool: str, /, **arguments: Any) -> str:
-        """Call a tool and return its answer, or what went wrong, as text."""
+        """Call a tool and return its answer, or its error, as text."""
 
         async def make() -> str:
             return await self._shared.make_call(tool, arguments)
@@ -274,7 +276,7 @@ class LiveSession:
     async def recorded(
         self, name: str, arguments: Mapping[str, Any], make: Callable[[], Awaitable[str]]
     ) -> Recorded:
-        """What `make` gives, or what it gave before a restart. A ToolError of it, and that it took too long, are recorded too."""
+        """The result of `make`, or its recorded result from before a restart. A ToolError and a timeout are recorded too."""
         place = {"tool": name, "arguments": dict(arguments)}
         known = await self._ask({"do": "call", **place})
         if "answer" in known:
@@ -287,7 +289,8 @@ class LiveSession:
             answer, failed = str(error), True
         except TimeoutError:
             answer, failed, over = f"{name} gave no answer within {self._shared.timeout_s:g} s", True, True
-        event = known["event"]  # calls may be under way side by side
+        # several calls may run at once
+        event = known["event"]
         await self._ask({"do": "called", **place, "event": event, "answer": answer, "failed": failed})
         if over:
             self._shared.over()
@@ -310,7 +313,7 @@ class LiveSession:
         return made
 
     def _standing(self) -> dict[str, Any]:
-        """How a branch begins that begins here. One that the driver does not know yet stands where it began itself."""
+        """How a new branch starts from this one. If the driver does not know this branch yet, both start alike."""
         if self._begin is not None:
             return self._begin
         return {"parent": self.number, "parent_turns": self._made, "name": self.name, "prompt": None}
@@ -325,22 +328,22 @@ class LiveSession:
         return answer
 
     def reward(self, value: float, **parts: float | str) -> None:
-        """Give this branch its reward."""
+        """Set the reward of this branch."""
         self._shared.rewards[self.number] = {"reward": value, **parts}
 
     def leave_out(self, places: Sequence[int]) -> None:
-        """Keep tokens of this branch out of the loss: their places among all its tokens."""
+        """Keep tokens of this branch out of the loss, by their positions among all its tokens."""
         self._shared.left_out[self.number] = list(places)
 
     def cut(self) -> None:
-        """Say that this branch ends as truncated."""
+        """Mark this branch as truncated."""
         self._shared.cut.add(self.number)
 
 
 def pieces(content: Content, role: str) -> list[Any]:
-    """Content as it is sent: messages, and lists of token ids. Raises TypeError for what is neither, nor text.
+    """Content in the form that is sent: messages, and lists of token ids. Raises TypeError for other values.
 
-    Parts without a role are the content of one message. SessionError for a part that is no text.
+    Parts without a role are the content of one message. Raises SessionError for a part that is no text.
     """
     if isinstance(content, str):
         return [{"role": role, "content": content}]

@@ -1,6 +1,6 @@
-"""Which function makes a rollout: the one that its row names, else that of the section. Pure.
+"""Which function makes a rollout: the function that its row names, else the section's. Pure.
 
-A row names a key of `rollout.session.named`, never an import path: data choose no code.
+A row names a key of `rollout.session.named`, never an import path: data cannot choose code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from millrace.core.config.parts.by_name import UnknownNameError, named_by_row
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.rollout import Session
 
-KEY = "rollout"  # of a row's metadata
+KEY = "rollout"  # key of a row's metadata
 
 
 class UnknownRolloutError(UnknownNameError):
@@ -20,9 +20,9 @@ class UnknownRolloutError(UnknownNameError):
 
 
 def rollout_function(session: Session, metadata: Mapping[str, Any]) -> tuple[str, UserFunction | None]:
-    """The field that names the function of a row's rollout, and the function; None where an environment or tools make it.
+    """The field that names the function of a row's rollout, and the function; None if an environment or tools make it.
 
-    Without `named`, the row's metadata choose nothing. Errors: UnknownRolloutError.
+    Without `named`, the row's metadata have no effect. Errors: UnknownRolloutError.
     """
     named = named_by_row(session.named, metadata, KEY, "rollout.session.named", UnknownRolloutError)
     if named is None:

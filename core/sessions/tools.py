@@ -1,4 +1,4 @@
-"""Tools: what a model is shown of a function, and how a call of it is made.
+"""Tools: how a function is described to a model, and how it is called.
 
 A tool is a function, sync or async, with type hints and a docstring whose first paragraph says what it does and whose `Args:`
 name its parameters, as transformers and the Model Context Protocol have it.
@@ -25,7 +25,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class NamedCall(Protocol):
-    """A tool that can be called: a function, or one of a server."""
+    """A callable tool: a function, or a tool of a server."""
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         """The answer as text. Raises ToolError."""
@@ -36,7 +36,7 @@ class LoadedTool:
     """A tool's function, its schema and the options that it is always called with."""
 
     def __init__(self, tool: Tool, field: str) -> None:
-        """Errors: ConfigError naming `field` where the function cannot be loaded or described to a model."""
+        """Errors: ConfigError naming `field` if the function cannot be loaded or described to a model."""
         self._tool = tool
         self._call = load_function(tool, field)
         self.function = inspect.unwrap(getattr(self._call, "func", self._call))
@@ -55,7 +55,7 @@ class LoadedTool:
         self.schema = _schema(self.name, self.function, self._arguments, field)
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """The answer as text. Raises ToolError for arguments that it does not take, and for whatever it raises."""
+        """The answer as text. Raises ToolError for arguments that the function refuses, and for any error that it raises."""
         try:
             given = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
@@ -74,7 +74,7 @@ class LoadedTool:
         return as_text(answer)
 
     def _in_thread(self, values: Mapping[str, Any]) -> Any:
-        """Make the call in this thread, which nobody can end."""
+        """Make the call in this thread, which cannot be stopped."""
         place = object()
         unended.add(place)
         try:
@@ -83,7 +83,7 @@ class LoadedTool:
             unended.discard(place)
 
 
-unended: set[object] = set()  # calls that run in threads of this process
+unended: set[object] = set()  # calls that still run in threads of this process
 
 
 def load_tools(tools: Sequence[AnyTool]) -> dict[str, LoadedTool]:
@@ -97,7 +97,7 @@ def load_tools(tools: Sequence[AnyTool]) -> dict[str, LoadedTool]:
 
 
 def as_text(answer: Any) -> str:
-    """A tool's answer as the model sees it: text as it is, parts of a content as their text, else JSON."""
+    """A tool's answer as the model sees it: text unchanged, content parts as their text, other values as JSON."""
     parts = text_of_answer(answer)
     answer = answer if parts is None else parts
     if isinstance(answer, str):
@@ -109,7 +109,7 @@ def as_text(answer: Any) -> str:
 
 
 def caller(tools: Mapping[str, NamedCall]) -> Callable[[str, Mapping[str, Any]], Awaitable[str]]:
-    """Makes calls by name. Raises ToolError for a tool that is not there."""
+    """Makes calls by name. Raises ToolError for an unknown tool."""
 
     async def make(name: str, arguments: Mapping[str, Any]) -> str:
         if name not in tools:
@@ -120,9 +120,9 @@ def caller(tools: Mapping[str, NamedCall]) -> Callable[[str, Mapping[str, Any]],
 
 
 def _arguments(function: Callable[..., Any], tool: Tool, field: str) -> Any:
-    """A model of the parameters that the policy gives: all but those that the options give. Its fields are numbered.
+    """A pydantic model of the parameters that the policy gives: all without an option. Its fields are numbered.
 
-    A parameter may have any name, which a field of a model may not.
+    Numbers, because a parameter may have a name that is not allowed for a field.
     """
     place = f"{field}.function = {tool.function}"
     fields: dict[str, Any] = {}
@@ -153,7 +153,8 @@ def _arguments(function: Callable[..., Any], tool: Tool, field: str) -> Any:
         fields[f"p{len(fields)}"] = (hints[name], Field(default, alias=name))
     try:
         made = create_model(f"{function.__name__}_arguments", __config__=_STRICT, **fields)
-        with warnings.catch_warnings():  # a default that JSON has no form for is not shown
+        # a default without a form in JSON is left out
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made.model_json_schema()
     except PydanticUserError as error:

@@ -1,7 +1,7 @@
-"""The tokens of one rollout as a tree of branches: what was sent, what was generated, and the samples it leaves. Pure.
+"""The tokens of one rollout as a tree of branches: prompts, generated tokens, and the samples made of them. Pure.
 
-Owns that no token is made twice or trained twice: a branch begins with what its parent held then, as its prompt, and has
-only what was generated in it as its own. Knows nothing of engines, texts or files.
+Owns that no token is generated or trained twice: a branch starts with its parent's tokens at that time as its prompt, and owns
+only tokens generated in it. Knows nothing of engines, texts or files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Segment:
 
 @dataclass
 class Branch:
-    """A line of the tree. `prompt_ids` are not its own: the prompt, or what its parent held where it began."""
+    """A branch of the tree. `prompt_ids` are not generated in it: the prompt, or its parent's tokens when it started."""
 
     number: int
     prompt_ids: list[int]
@@ -34,11 +34,11 @@ class Branch:
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[PolicySpan] = field(default_factory=list)
-    cuts: list[int] = field(default_factory=list)  # response tokens after each turn
-    first_ids: list[int] = field(init=False)  # before anything was observed
-    events: int = 0  # turns and calls
+    cuts: list[int] = field(default_factory=list)  # number of response tokens after each turn
+    first_ids: list[int] = field(init=False)  # tokens before the first observation
+    events: int = 0  # number of turns and calls
     dialogue_from: int | None = (
-        None  # tokens before the dialogue that it goes on with; None: it began its own
+        None  # tokens before the dialogue that it continues; None: it started its own dialogue
     )
 
     def __post_init__(self) -> None:
@@ -46,12 +46,12 @@ class Branch:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens so far: what the next turn's prompt begins with."""
+        """All tokens so far: the start of the next turn's prompt."""
         return [*self.prompt_ids, *self.response_ids]
 
     @property
     def dialogue_begins(self) -> int:
-        """Tokens of the prompt that its dialogue began with, in the first of the branches that it goes on from."""
+        """Tokens of the prompt of its dialogue, in the first of the branches that it continues."""
         return len(self.prompt_ids) if self.dialogue_from is None else self.dialogue_from
 
     @property
@@ -60,14 +60,14 @@ class Branch:
         return len(self.cuts)
 
     def ids_after(self, turns: int) -> list[int]:
-        """All tokens as they were after so many turns."""
+        """All tokens after this number of turns."""
         if not turns:
             return list(self.first_ids)
         return [*self.prompt_ids, *self.response_ids[: self.cuts[turns - 1]]]
 
     @property
     def generated(self) -> int:
-        """Tokens that the policy made here."""
+        """Number of tokens that the policy generated here."""
         return sum(self.loss_mask)
 
     def observe(self, ids: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class Branch:
             self.prompt_ids += ids
 
     def forget(self, length: int) -> None:
-        """Take back what was observed beyond so many tokens in all."""
+        """Remove observed tokens beyond this total length."""
         kept = max(length - len(self.prompt_ids), self.cuts[-1] if self.cuts else 0)
         del self.response_ids[kept:], self.loss_mask[kept:], self.logprobs[kept:]
 
@@ -94,7 +94,7 @@ class Branch:
         first = len(self.response_ids)
         for start, version in segment.spans:
             if not self.spans or self.spans[-1]["version"] != version:
-                # observed tokens before it count to the version that goes on
+                # observed tokens before the segment count to the version that continues
                 self.spans.append({"first_token": first + start if self.spans else 0, "version": version})
         self.response_ids += segment.output_ids
         self.loss_mask += [1] * count
@@ -103,7 +103,7 @@ class Branch:
 
 
 class RolloutTree:
-    """The branches of one rollout. Number 0 is the one that began at the prompt."""
+    """The branches of one rollout. Number 0 starts at the prompt."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._branches = {0: Branch(0, list(prompt_ids))}
@@ -116,7 +116,7 @@ class RolloutTree:
 
     @property
     def branches(self) -> list[Branch]:
-        """All of them, by number."""
+        """All branches, by number."""
         return [self._branches[number] for number in sorted(self._branches)]
 
     def branch(
@@ -127,7 +127,7 @@ class RolloutTree:
         name: str | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> Branch:
-        """A new branch that begins where `parent` stood after some turns, or at a prompt of its own."""
+        """A new branch that starts from `parent` after some of its turns, or from its own prompt."""
         assert number not in self._branches, f"branch {number} is there"
         origin = self._branches[parent]
         made = Branch(
@@ -142,13 +142,13 @@ class RolloutTree:
         return made
 
     def samples(self) -> list[Branch]:
-        """The branches that leave a sample: the first, and those in which anything was generated."""
+        """The branches that become samples: the first, and all branches with generated tokens."""
         return [branch for branch in self.branches if branch.number == 0 or branch.generated]
 
 
 @dataclass(frozen=True)
 class BranchReward:
-    """What a rollout said a branch is worth."""
+    """The reward that a rollout gave a branch."""
 
     value: float
     parts: dict[str, float | str] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class BranchReward:
 
 
 def inherited(tree: RolloutTree, given: dict[int, BranchReward]) -> dict[int, BranchReward]:
-    """The reward of each branch: its own, else that of the branch it began from."""
+    """The reward of each branch: its own, else its parent's."""
     found: dict[int, BranchReward] = {}
     for branch in tree.branches:
         own = given.get(branch.number)

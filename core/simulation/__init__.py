@@ -1,1 +1,3 @@
-"""How long an iteration would take under another layout or pipeline, replayed from what a run recorded. Pure, no clock, no chance."""
+"""How long an iteration would take under another layout or pipeline, replayed from a run's record. Pure, without clock or
+chance.
+"""

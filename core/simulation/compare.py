@@ -10,12 +10,12 @@ from millrace.core.simulation.recorded import Group, Seconds, Speed
 
 SHARED = (1, 2, 4)  # GPUs that engines and trainer share
 SPLIT = ((1, 1), (3, 1), (2, 2))  # GPUs of engines, and of the trainer
-NOISE = 0.03  # of the time of an iteration: a smaller gain is none
+NOISE = 0.03  # share of an iteration's time; a smaller gain counts as none
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run was recorded on. engine_gpus: of one engine."""
+    """The hardware of a recorded run. engine_gpus: GPUs of one engine."""
 
     engines: int
     engine_gpus: int
@@ -26,7 +26,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run's replay: its groups in drawing order, its phases, its engines' speed, and what it was recorded on."""
+    """Input of a run's replay: its groups in drawing order, its phases, its engines' speed, and its hardware."""
 
     groups: Sequence[Group]
     batch: int  # groups that an iteration trains
@@ -37,13 +37,13 @@ class Recorded:
 
     @property
     def layout(self) -> Layout:
-        """The layout that it was recorded under."""
+        """The layout of the recorded run."""
         return Layout(self.machine.engines, self.machine.places, self.speed, self.seconds)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run, and what the replay says of it."""
+    """One way to run, and the replay's result for it."""
 
     gpus: int
     layout: str
@@ -53,9 +53,9 @@ class Row:
 
 
 def calibrated(recorded: Recorded, generation_s: float) -> Recorded:
-    """The same with engines whose replayed generation takes the seconds that it was measured to take.
+    """The recorded run with engine speed scaled so that replayed generation takes the measured seconds.
 
-    The fitted speed says how it changes with the number of requests; its level also holds what a fit cannot see.
+    The fit gives how speed changes with the number of requests; the scaling adds costs that the fit does not see.
     """
     alone = replace(recorded.layout, seconds=Seconds())
     factor = generation_s / replay(recorded.groups, recorded.batch, alone, Mode()).iteration_s
@@ -65,7 +65,7 @@ def calibrated(recorded: Recorded, generation_s: float) -> Recorded:
 def ways(recorded: Recorded, batch: int, wanted: Mode | None = None) -> Iterator[Row]:
     """Replay every layout that engines of the recorded size fit, under every pipeline. wanted: one more pipeline.
 
-    The trainer's seconds are in proportion to samples over GPUs. Seconds in which GPUs are handed over are those of shared ones alone.
+    The trainer's seconds are in proportion to samples over GPUs. Seconds of handing over GPUs count only for shared GPUs.
     """
     machine, more = recorded.machine, batch / recorded.batch
     train = recorded.seconds.train * more * machine.trainer_gpus
@@ -93,7 +93,7 @@ def ways(recorded: Recorded, batch: int, wanted: Mode | None = None) -> Iterator
 
 
 def _modes(colocated: bool, wanted: Mode | None) -> list[Mode]:
-    """Pipelines to look at; engines that share GPUs with the trainer cannot run ahead of it."""
+    """Pipelines to compare; engines that share GPUs with the trainer cannot run ahead of it."""
     modes = [Mode()]
     if colocated:
         modes.append(Mode(0, 1, "finish"))
@@ -117,7 +117,7 @@ def verdicts(rows: Iterable[Row]) -> list[str]:
 
 
 def _fastest(rows: list[Row]) -> Row:
-    """The first row that is as fast as the fastest, but for noise: rows begin with the simplest."""
+    """The first row that is as fast as the fastest within noise: the simplest rows come first."""
     least = min(row.outcome.iteration_s for row in rows)
     return next(row for row in rows if row.outcome.iteration_s <= least * (1 + NOISE))
 

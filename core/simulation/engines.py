@@ -11,13 +11,13 @@ from millrace.core.simulation.recorded import Speed
 
 @dataclass(eq=False)
 class Answer:
-    """One request of the group with this number. done: tokens that it has; versions: of them by the weights that made them."""
+    """One request of the group with this number. done: tokens so far; versions: tokens by the weights that made them."""
 
     group: int
     tokens: int
     done: float = 0.0
     versions: dict[int, float] = field(default_factory=dict)
-    begun: float = 0.0  # work of its engine when it began, or when weights last changed
+    begun: float = 0.0  # its engine's work at its start, or at the last change of weights
     whole: bool = False
 
     @property
@@ -27,15 +27,15 @@ class Answer:
 
 
 class Engine:
-    """One engine at a time of the replay. Work counts the tokens that each running request has made since the beginning."""
+    """One engine at a time of the replay. Work counts the tokens that each running request has made since the replay's start."""
 
     def __init__(self, speed: Speed, places: int) -> None:
         self._speed, self._places = speed, places
         self._work = 0.0
-        self._tokens = 0.0  # that the running requests have
-        self._running: list[tuple[float, int, Answer]] = []  # by the work at which each is whole
+        self._tokens = 0.0  # tokens that the running requests have
+        self._running: list[tuple[float, int, Answer]] = []  # requests by the work at which each is finished
         self._waiting: list[tuple[tuple[int, int], Answer]] = []
-        self._reading_s = 0.0  # until it makes tokens
+        self._reading_s = 0.0  # seconds of reading before it makes tokens
         self._count = 0
         self._paused = 0
         self.version = 0
@@ -43,7 +43,7 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """Requests that run or wait."""
+        """Running and waiting requests."""
         return len(self._running) + len(self._waiting)
 
     def put(self, answer: Answer, priority: tuple[int, int]) -> None:
@@ -52,7 +52,7 @@ class Engine:
         self._fill()
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, in which no request becomes whole."""
+        """Let time pass in which no request finishes."""
         if self._running and not self._paused:
             self.busy_s += seconds
             read = min(seconds, self._reading_s)
@@ -62,14 +62,14 @@ class Engine:
             self._tokens += made * len(self._running)
 
     def next_s(self) -> float:
-        """Seconds until a request is whole; infinite if none runs."""
+        """Seconds until a request finishes; infinite if none runs."""
         if not self._running or self._paused:
             return math.inf
         left = max(0.0, self._running[0][0] - self._work)
         return self._reading_s + self._speed.time_of(left, len(self._running), self._tokens)
 
     def take_whole(self) -> list[Answer]:
-        """The requests that are whole now. Waiting ones take their places."""
+        """Remove and return the finished requests. Waiting ones take their places."""
         found = []
         while self._running and self._running[0][0] - self._work <= 1e-9 * max(1.0, self._work):
             _, _, answer = heapq.heappop(self._running)
@@ -82,11 +82,11 @@ class Engine:
         return found
 
     def pause(self) -> None:
-        """Stand still until `serve` or `go_on`."""
+        """Pause until `serve` or `go_on`."""
         self._paused += 1
 
     def serve(self, version: int, recompute: bool) -> None:
-        """Go on with new weights. recompute: they read again what the running requests have."""
+        """Continue with new weights. recompute: read the running requests' tokens again."""
         for _, _, answer in self._running:
             self._note(answer)
         if recompute:
@@ -95,7 +95,7 @@ class Engine:
         self._paused -= 1
 
     def go_on(self) -> None:
-        """Go on with the same weights."""
+        """Continue with the same weights."""
         self._paused -= 1
 
     def cut(self, groups: set[int]) -> None:
@@ -120,11 +120,11 @@ class Engine:
             heapq.heappush(self._running, (self._work + answer.left, self._count, answer))
 
     def _read(self, tokens: float) -> None:
-        """Read tokens before any are made: one takes as long as that of one more running request."""
+        """Read tokens before generating: a token costs as much as one more running request."""
         self._reading_s += self._speed.each * tokens
 
     def _note(self, answer: Answer) -> None:
-        """Count what a running request made since it began, or since weights last changed."""
+        """Count the tokens of a running request since its start or the last change of weights."""
         made = self._work - answer.begun
         answer.versions[self.version] = answer.versions.get(self.version, 0.0) + made
         answer.done += made

@@ -1,7 +1,7 @@
-"""Replays a run's iterations under a layout and a pipeline, event by event: who waits for whom is as in flows/driver.
+"""Replays a run's iterations under a layout and a pipeline, event by event; waits are as in flows/driver.
 
-The order of an iteration's stages is that of `IterationSlot`. What follows from timing (which groups are cut, which weights make
-a token) follows from the replayed times.
+An iteration's stages have the order of `IterationSlot`. Effects of timing (which groups are cut, which weights make a token)
+follow from the replayed times.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from millrace.core.pipeline.selection import Candidate, choose, drawn
 from millrace.core.simulation.engines import Answer, Engine
 from millrace.core.simulation.recorded import Group, Seconds, Speed
 
-WARM_UP, LEAST = 4, 12  # iterations that are left out of the figures, and that are in them at least
+WARM_UP, LEAST = 4, 12  # iterations left out of the figures, and fewest iterations in them
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What works. seconds: of the phases here. places: requests that an engine runs at once."""
+    """GPUs and their speed. seconds: of the phases on them. places: requests that an engine runs at once."""
 
     engines: int
     places: int
@@ -33,8 +33,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Mode:
-    """The pipeline section. drain: weights wait for the requests under way (on_update=finish). recompute: what these have is read
-    again under new weights (on_update=resend and retract)."""
+    """The pipeline section.
+
+    drain: weights wait for running requests (on_update=finish). recompute: running requests' tokens
+    are read again under new weights (on_update=resend and retract).
+    """
 
     ahead: int = 0
     staleness: int = 0
@@ -46,7 +49,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of the replay once it runs evenly. Shares lie between 0 and 1; ages are in published weight versions."""
+    """Figures of the replay after the warm-up. Shares lie between 0 and 1; ages are in published weight versions."""
 
     iteration_s: float
     trainer_idle: float
@@ -58,8 +61,8 @@ class Outcome:
 @dataclass(eq=False)
 class _Group:
     group: Group
-    number: int  # of all groups
-    index: int  # of its iteration
+    number: int  # number among all groups
+    index: int  # number of its iteration
     deferrals: int = 0
     finished: int | None = None
     answers: list[Answer] = field(default_factory=list)
@@ -72,9 +75,9 @@ class _Group:
 @dataclass(eq=False)
 class _Iteration:
     groups: list[_Group] = field(default_factory=list)
-    deferred: list[_Group] = field(default_factory=list)  # to the next one
-    begun: int = 0  # groups that it drew, without those for dropped ones
-    finished: int = 0  # groups that are whole
+    deferred: list[_Group] = field(default_factory=list)  # deferred to the next iteration
+    begun: int = 0  # groups that it drew, without replacements of dropped ones
+    finished: int = 0  # finished groups
     open: bool = False
     drawn: bool = False
     cut: bool = False
@@ -86,7 +89,7 @@ class _Iteration:
     left_engines: bool = False
     publishing: bool = False
     done_at: float = math.inf
-    busy: tuple[float, float] = (0.0, 0.0)  # of trainer and engines when it was done
+    busy: tuple[float, float] = (0.0, 0.0)  # busy seconds of trainer and engines when it was done
     ages: dict[int, float] = field(default_factory=dict)  # tokens by age
 
 
@@ -110,17 +113,17 @@ class _Replay:
         self._engines = [Engine(layout.speed, layout.places) for _ in range(layout.engines)]
         self._now, self._order = 0.0, itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        # as often as the groups are gone through whole: a long answer counts as often as it was drawn
+        # whole rounds over the groups, so that a long answer counts as often as it was drawn
         turn = sum(group.kept for group in groups) / batch
         self._count = WARM_UP + max(1, round(turn * math.ceil(LEAST / turn)))
-        # those after the last one are open while it ends, as in the midst of a run
+        # iterations after the last counted one are open when it ends, as in a longer run
         self._iterations = [_Iteration() for _ in range(self._count + mode.ahead + 2)]
         self._trainer_s = 0.0
-        self._first = 0  # iteration that is not done
+        self._first = 0  # first iteration that is not done
         self._groups: list[_Group] = []
 
     def run(self) -> None:
-        """Until as many iterations are done as are wanted."""
+        """Run until the wanted number of iterations is done."""
         self._advance()
         while self._iterations[self._count - 1].done_at == math.inf:
             until = self._timers[0][0] - self._now if self._timers else math.inf
@@ -157,7 +160,7 @@ class _Replay:
         heapq.heappush(self._timers, (self._now + seconds, next(self._order), then))
 
     def _advance(self) -> None:
-        """Begin whatever may begin."""
+        """Start every stage that can start."""
         while self._first < len(self._iterations) and self._iterations[self._first].done_at < math.inf:
             self._first += 1
         for index in range(self._first, min(self._first + self._mode.ahead + 2, len(self._iterations))):
@@ -194,7 +197,7 @@ class _Replay:
         return all(iteration.generated for iteration in later)
 
     def _generate(self, index: int) -> None:
-        """Release the groups of an iteration, and take in what was deferred to it."""
+        """Release the groups of an iteration, and take in the groups deferred to it."""
         iteration, mode = self._iterations[index], self._mode
         begun = self._batch
         if mode.select == "finish":
@@ -255,7 +258,7 @@ class _Replay:
         iteration.busy = self._trainer_s, sum(engine.busy_s for engine in self._engines)
 
     def _join(self, index: int) -> None:
-        """Take in the groups that the iteration before deferred."""
+        """Take in the groups that the previous iteration deferred."""
         iteration = self._iterations[index]
         for group in self._iterations[index - 1].deferred:
             group.index, group.finished = index, None
@@ -274,7 +277,7 @@ class _Replay:
             self._choose(index)
 
     def _whole(self, group: _Group) -> None:
-        """A group is whole: one more is released for it if a filter drops it."""
+        """Note a finished group; if a filter drops it, release another one."""
         iteration = self._iterations[group.index]
         group.finished, iteration.finished = iteration.finished, iteration.finished + 1
         if not group.group.kept:
@@ -291,7 +294,8 @@ class _Replay:
             self._cut(index, [group for group in iteration.groups if group.group.kept], [], [])
             return
         if index and not self._iterations[index - 1].generated:
-            return  # what it defers comes here
+            # the next iteration takes in the deferred groups
+            return
         named = {str(group.number): group for group in iteration.groups}
         candidates = [
             Candidate(name, group.deferrals, group.finished, group.finished is not None and group.group.kept)

@@ -1,4 +1,4 @@
-"""What a replay is made from: the groups that a run generated, how long its phases took, and how fast its engines were."""
+"""Input of a replay: the groups that a run generated, the seconds of its phases, and the speed of its engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Group:
 class Seconds:
     """Seconds of the phases of one iteration besides generation.
 
-    draw: prompts. ready: until engines have the GPUs back and serve the weights, and the trainer has them again. score: from the last answer to the batch. rest: what no task accounts for.
+    draw: prompts. ready: until engines have the GPUs back and serve the weights, and the trainer has them again. score: from
+    the last answer to the batch. rest: outside of all tasks.
     """
 
     draw: float = 0.0
@@ -43,7 +44,7 @@ class Seconds:
 class Speed:
     """Seconds a token of one request while n requests, with t tokens so far, run on its engine: base + each n + context t.
 
-    Prompts are not among the t tokens: what they cost is part of `each`.
+    Prompts are not among the t tokens: their cost is part of `each`.
     """
 
     base: float
@@ -55,7 +56,7 @@ class Speed:
         return self.base + self.each * running + self.context * tokens
 
     def time_of(self, made: float, running: int, tokens: float) -> float:
-        """Seconds in which each of `running` requests makes so many tokens, where they begin with `tokens`."""
+        """Seconds in which each of `running` requests makes this many tokens after its first `tokens`."""
         return self.seconds(running, tokens) * made + self.context * running * made**2 / 2
 
     def made_in(self, seconds: float, running: int, tokens: float) -> float:
@@ -80,7 +81,7 @@ class Request:
 def fit_speed(requests: Sequence[Request]) -> Speed:
     """The speed that explains the recorded answers best: least squares without a negative term, long answers weigh more.
 
-    What a request met is the mean number of requests on its engine during its interval, and of their tokens so far. Raises
+    The load on a request is the mean number of requests on its engine during its interval, and of their tokens so far. Raises
     ValueError without tokens.
     """
     met: list[tuple[float, float]] = []
@@ -102,7 +103,7 @@ def fit_speed(requests: Sequence[Request]) -> Speed:
 
 
 def _least_squares(terms: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> list[float]:
-    """Factors of the terms, none below zero. Of two equal fits the one with fewer terms."""
+    """Factors of the terms, none below zero. Between equal fits, fewer terms win."""
     best, least = [0.0] * terms.shape[1], math.inf
     for count in range(1, terms.shape[1] + 1):
         for chosen in itertools.combinations(range(terms.shape[1]), count):
@@ -116,9 +117,9 @@ def _least_squares(terms: npt.NDArray[np.float64], values: npt.NDArray[np.float6
 
 
 def _met(requests: Sequence[Request]) -> list[tuple[float, float]]:
-    """Of each request, the mean number of requests during its interval, itself among them, and of the tokens they have.
+    """For each request: the mean number of requests during its interval, itself included, and of their tokens.
 
-    Each is taken to make its tokens evenly.
+    Requests are assumed to make their tokens evenly.
     """
     starts, ends = np.array([request.interval for request in requests]).T
     tokens = np.array([float(request.tokens) for request in requests])

@@ -1,1 +1,1 @@
-"""Functions that were written for slime's hooks, as they are: named `slime:package.module.function` in a configuration."""
+"""Functions written for slime's hooks, unchanged: named `slime:package.module.function` in a configuration."""

@@ -1,4 +1,4 @@
-"""What slime's hooks find in args: the figures of a run under slime's names. Pure.
+"""The args of slime's hooks: settings of a run under slime's names. Pure.
 
 A hook that reads another name gives it in its function's options; `check` names it.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from millrace.core.config import RunConfig
 
 OF_SCORING = {"reward_key": None}
-"""What rewards and filters find besides their options."""
+"""Arguments of rewards and filters besides their options."""
 OF_GENERATION = {
     "ci_test": False,
     "custom_generate_function_path": None,
@@ -22,7 +22,7 @@ OF_GENERATION = {
     "debug_train_only": False,
     "mask_offpolicy_in_partial_rollout": False,
     "multimodal_keys": None,
-    "partial_rollout": False,  # an answer that is cut goes on by itself
+    "partial_rollout": False,  # an answer that is cut continues by itself
     "reward_key": None,
     "rm_type": None,
     "rollout_skip_special_tokens": False,
@@ -49,11 +49,11 @@ OF_A_ROLLOUT = (
     "sglang_router_ip",
     "sglang_router_port",
 )
-"""What a generation finds besides: how its task samples, and where its engine is asked."""
+"""Further arguments of a generation: its sampling, and the address of its engine."""
 
 
 def run_arguments(config: RunConfig) -> dict[str, Any]:
-    """The figures of a run that a generation may read."""
+    """The settings of a run that a generation may read."""
     rollout, session = config.rollout, config.rollout.session
     assert session is not None, "a function makes the rollouts"
     longest = config.data.max_prompt_tokens + rollout.longest_response
@@ -97,7 +97,7 @@ def sampling_arguments(sampling: Mapping[str, Any], asked: Mapping[str, Any]) ->
 
 
 def address_arguments(base_url: str, api_key: str) -> dict[str, Any]:
-    """Where the rollout's own engine is asked."""
+    """The address of the rollout's own engine."""
     place = urlsplit(base_url)
     return {
         "sglang_router_ip": f"session:{quote(api_key)}@{place.hostname}",

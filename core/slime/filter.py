@@ -16,17 +16,18 @@ from millrace.core.slime.sample import Arguments, DynamicFilterOutput
 def slime_verdict(
     function: Callable[..., Any], options: Mapping[str, Any], samples: Sequence[GroupSample]
 ) -> DynamicFilterOutput:
-    """What the filter says of the scored samples of a group; `keep` is a bool.
+    """The filter's verdict on the scored samples of a group; `keep` is a bool.
 
     With the option reward_key each reward is a mapping: the reward under that key, and its parts.
-    Errors: TypeError for an answer that is neither; and whatever the filter raises.
+    Errors: TypeError for another answer than a bool or a DynamicFilterOutput; and errors of the filter.
     """
     args = Arguments(**{"reward_key": None, **options})
     scored = [sample for sample in samples if sample.reward is not None]
     answer = function(args, [_sample(sample, args.reward_key, index) for index, sample in enumerate(scored)])
     keep = getattr(answer, "keep", answer)
     try:
-        kept = keep.item() if hasattr(keep, "item") else keep  # a tensor of one, or a number of numpy's
+        # a tensor of one value, or a number of numpy's
+        kept = keep.item() if hasattr(keep, "item") else keep
     except (ValueError, RuntimeError) as error:
         raise TypeError(f"it returned several values: {error}; return one bool") from None
     if not isinstance(kept, bool):

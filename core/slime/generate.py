@@ -1,8 +1,8 @@
 """slime's custom generation as a rollout function: `async def generate(args, sample, sampling_params)`.
 
-It asks SGLang's /generate at the address in `args`, which is this rollout's own. What is asked for goes on from tokens that
-are known, exactly, or starts a branch. Trained are tokens that the engine gave, except those that a returned sample leaves out:
-by its loss_mask, by remove_sample, or by ending before them. A sample with other tokens is refused, never repaired.
+It asks SGLang's /generate at the address in `args`, which is this rollout's own. A request continues
+known tokens exactly, or starts a branch. Generated tokens are trained, unless a returned sample leaves them out: by its
+loss_mask, by remove_sample, or by ending before them. A sample with other tokens is refused, never repaired.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ UNUSED = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"
 
 
 class Form(NamedTuple):
-    """How a generation is called besides args."""
+    """The parameters of a generation besides args."""
 
-    listed: bool  # it gets and returns a list of samples; here of one
+    listed: bool  # gets and returns a list of samples, here of one sample
     sampling: bool  # it gets sampling_params
     evaluation: bool
 
     @property
     def arguments(self) -> list[str]:
-        """The names of what is given by place."""
+        """The names of positional parameters."""
         return [
             "args",
             "samples" if self.listed else "sample",
@@ -55,7 +55,7 @@ def form_of(function: Callable[..., Any]) -> Form:
 
 
 def read_ends(params: Any) -> tuple[int | None, list[str]]:
-    """How long an answer may be, and what ends it, by a request's sampling_params. Raises BadRequestError."""
+    """The longest answer and its stops, from a request's sampling_params. Raises BadRequestError."""
     if not isinstance(params, Mapping):
         raise BadRequestError("sampling_params", "an object is wanted")
     longest, stop = params.get("max_new_tokens"), params.get("stop") or []
@@ -81,14 +81,16 @@ class _Line:
     session: LiveSession
     ids: list[int]
     mask: list[int]  # 1: generated in it
-    trained: set[int] | None = None  # places of tokens in the loss, once a returned sample holds it
+    trained: set[int] | None = (
+        None  # positions of tokens in the loss, once a returned sample holds the branch
+    )
 
 
 class SlimeRollout:
-    """One rollout: its function, and what it asked the engine for."""
+    """One rollout: its function, and its requests to the engine."""
 
     def __init__(self, session: LiveSession, given: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
-        """given: `arguments` of the run, its tokenizer's folder as hf_checkpoint among them, and `prompt_ids`."""
+        """given: `arguments` of the run, including its tokenizer's folder as hf_checkpoint, and `prompt_ids`."""
         prompt = list(given["prompt_ids"])
         self._session, self._sampling, self._arguments = session, dict(sampling), dict(given["arguments"])
         self._model = str(self._arguments["hf_checkpoint"])
@@ -98,7 +100,7 @@ class SlimeRollout:
         self._rewards: list[float] = []
 
     async def make(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        """Call the function, and give its branches their rewards and what they leave out of the loss."""
+        """Call the function, and set the rewards of its branches and the tokens that they leave out of the loss."""
         provide()
         task, plain, form = self._session.task, self._sampling, form_of(function)
         params = {key: plain[key] for key in (*SAMPLED, *OF_SAMPLING) if plain.get(key) is not None}
@@ -129,9 +131,9 @@ class SlimeRollout:
         self._leave_out()
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request as SGLang's /generate does. An equal one gets the answer of the first.
+        """Answer a request as SGLang's /generate does. An equal request gets the first one's answer.
 
-        Raises BadRequestError, and what the session raises.
+        Raises BadRequestError, and errors of the session.
         """
         key = json.dumps(body, sort_keys=True)
         known = self._asked.get(key)
@@ -139,7 +141,8 @@ class SlimeRollout:
             known = self._asked[key] = asyncio.ensure_future(self._complete(body))
         try:
             return await asyncio.shield(known)
-        except asyncio.CancelledError:  # the rollout has ended: a client that hangs up cancels nothing here
+        # the rollout has ended: a client that disconnects does not cancel this
+        except asyncio.CancelledError:
             known.cancel()
             raise
 
@@ -152,12 +155,12 @@ class SlimeRollout:
         return _answer(turn)
 
     def _line(self, ids: list[int]) -> tuple[_Line, list[int]]:
-        """The branch that goes on, with its new tokens."""
+        """The branch to continue, with its new tokens."""
         known = [line for line in self._lines if ids[: len(line.ids)] == line.ids]
         if known:
             line = max(known, key=lambda line: len(line.ids))
             new = ids[len(line.ids) :]
-            # until its turn is there, no other request goes on from it
+            # until its turn is generated, no other request continues the branch
             line.ids = [*ids, -1]
             return line, new
         line = _Line(self._session.branch(prompt=ids), [*ids, -1], [0] * len(ids))
@@ -193,13 +196,14 @@ class SlimeRollout:
         tokens = tokenizer(self._model)
         for line in sorted(self._lines, key=lambda line: -len(line.ids)):
             said = tokens.decode([token for token in line.ids if token >= 0])
-            if text.startswith(said):  # what is known stays as it was generated
+            # known tokens stay as they were generated
+            if text.startswith(said):
                 return [*line.ids, *tokens(text[len(said) :], add_special_tokens=False)["input_ids"]]
         found: list[int] = tokens(text, add_special_tokens=False)["input_ids"]
         return found
 
     def _take(self, sample: Any, reward_key: str | None) -> None:
-        """A sample that came back. Raises SessionError for one that is not what was generated."""
+        """Take a returned sample. Raises SessionError if it is not what was generated."""
         status = getattr(sample.status, "value", sample.status)
         if status in (SlimeStatus.ABORTED.value, SlimeStatus.FAILED.value):
             raise SessionError(f"the function returned a sample that is {status}")
@@ -222,7 +226,7 @@ class SlimeRollout:
             line.session.reward(reward)
 
     def _leave_out(self) -> None:
-        """Say of each branch which generated tokens no returned sample trains. One that was not returned is worth the others' mean."""
+        """Leave generated tokens that no returned sample trains out of the loss. Its branch gets the mean reward."""
         for line in self._lines:
             if line.trained is None and self._rewards:
                 line.session.reward(sum(self._rewards) / len(self._rewards))
@@ -230,7 +234,7 @@ class SlimeRollout:
             line.session.leave_out([at for at, mask in enumerate(line.mask) if mask and at not in trained])
 
     def _line_of(self, sample: Any) -> _Line:
-        """The branch whose tokens a sample holds, all of them or the first ones; what was added after its last turn does not count."""
+        """The branch whose tokens a sample holds, all of them or the first ones; tokens after its last turn do not count."""
         tokens = list(sample.tokens)
         if not tokens:
             return self._lines[0]
@@ -251,7 +255,7 @@ class SlimeRollout:
 
 
 def _flat(made: Any) -> Iterator[Any]:
-    """The samples of what a function returned. Raises SessionError for what is no sample."""
+    """The samples that a function returned. Raises SessionError for other values."""
     if isinstance(made, list | tuple):
         for each in made:
             yield from _flat(each)
@@ -264,7 +268,7 @@ def _flat(made: Any) -> Iterator[Any]:
 
 
 def _trained(sample: Any, line: _Line) -> Iterator[int]:
-    """Places of the generated tokens that a sample trains. Raises SessionError for a mask that trains others."""
+    """Positions of the generated tokens that a sample trains. Raises SessionError for a mask that trains others."""
     if sample.remove_sample:
         return
     count = len(sample.tokens)

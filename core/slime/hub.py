@@ -1,4 +1,4 @@
-"""Rewards of slime's hub under slime's names, by millrace's own: what hooks import from slime.rollout.rm_hub."""
+"""Rewards of slime's hub under slime's names, computed by millrace's rewards: for imports from slime.rollout.rm_hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace.core.slime.sample import Sample, post
 def _graded(
     reward: str, response: str, label: Any, metadata: Mapping[str, Any] | None = None, **options: Any
 ) -> Any:
-    """What a reward of millrace's gives for a response. reward: module:function under millrace.core.rewards."""
+    """The result of a reward of millrace's for a response. reward: module:function under millrace.core.rewards."""
     module, _, name = reward.partition(":")
     function = getattr(importlib.import_module(f"millrace.core.rewards.{module}"), name)
     return function(RewardInput("", response, label, metadata or {}), **options)
@@ -63,19 +63,19 @@ def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] |
 
 
 def extract_answer(passage: str) -> str | None:
-    """What stands in the last box."""
+    """The content of the last box."""
     return last_boxed(passage)
 
 
 async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
-    """What the server at args.rm_url answers for a sample."""
+    """The answer of the server at args.rm_url for a sample."""
     return await post(
         args.rm_url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     )
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """The reward of a sample, by its path or its type: of the sample, else of the function's options."""
+    """The reward of a sample, by its path or its type, from the sample or else from the function's options."""
     path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
     if path:
         return await _awaited(load_function(path)(args, sample, **kwargs))

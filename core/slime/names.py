@@ -1,7 +1,7 @@
-"""Which names of slime's a hook may import: those that are here, and those that are not, with the way to do it here.
+"""Names of slime's that a hook may import, and refused names with the way to do the same here.
 
-Owns the modules that stand in for slime's while a hook is loaded, also if slime is installed: its own need its servers. A name
-that is in neither table is refused by its name.
+Owns the modules that replace slime's while a hook is loaded, even if slime is installed: slime's modules need its servers. A
+name in neither table is refused by its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from millrace.core.slime.sample import (
     tokenizer,
 )
 
-SLIME = "slime"  # the package; in a function's path also what stands before the colon
+SLIME = "slime"  # the package; also the prefix before the colon in a function's path
 PACKAGES = (SLIME, "slime_plugins")
 WHOLE_ROLLOUT = (
     "functions of a whole rollout are not taken: the run draws prompts and gathers groups",
@@ -41,12 +41,14 @@ AGENTS = (
     "ask session.base_url, which speaks OpenAI's chat completions, in a function of millrace's form: docs/own-client.md",
 )
 PICTURES = ("pictures are not trained here", "train on text")
-HUB = "millrace.core.slime.hub"  # imported with the names: it needs rewards, which need hooks
+HUB = "millrace.core.slime.hub"  # imported with the names, since it needs rewards, which need hooks
 UNKNOWN = (
     "this name of slime's is not here",
     "copy what it does into your module, or write the hook in millrace's form: docs/extending.md",
 )
-REFUSED: dict[str, tuple[str, str]] = {  # a module or a name, and all under it: why, and the way here
+REFUSED: dict[
+    str, tuple[str, str]
+] = {  # modules and names, with all under them: the reason, and the way here
     "slime.agent": AGENTS,
     "slime.backends": TRAINER,
     "slime.data.RolloutDataSource": DATA_SOURCE,
@@ -85,7 +87,7 @@ REFUSED: dict[str, tuple[str, str]] = {  # a module or a name, and all under it:
 
 
 class NotHereError(ImportError):
-    """A name of slime's that is not here, with the way to do it here."""
+    """A name of slime's that does not exist here, with the way to do the same here."""
 
     def __init__(self, name: str) -> None:
         reason, self.remedy = refusal(name)
@@ -93,21 +95,21 @@ class NotHereError(ImportError):
 
 
 def refusal(name: str) -> tuple[str, str]:
-    """Why a dotted name is not here, and the way."""
+    """Why a dotted name does not exist here, and the alternative."""
     parts = name.split(".")
     found = (REFUSED.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
     return next(filter(None, found), UNKNOWN)
 
 
 def missing(name: str) -> bool:
-    """Whether a dotted name of slime's, of a module or of what is in one, is not here."""
+    """Whether a dotted name of slime's, of a module or of a name in a module, does not exist here."""
     modules = _modules()
     module, _, attribute = name.rpartition(".")
     return name not in modules and attribute not in modules.get(module, {})
 
 
 def slime_remedy(error: BaseException) -> str | None:
-    """The way here, of an error that a name of slime's led to; None for any other."""
+    """The remedy of an error that a name of slime's led to; None for other errors."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, NotHereError):
         seen = seen.__cause__ or seen.__context__
@@ -122,7 +124,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Refuses modules of slime's that are not here; stands before the finders of installed packages."""
+    """Refuses modules of slime's that do not exist here; comes before the finders of installed packages."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         """None for every module that is not slime's."""
@@ -131,7 +133,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def provide() -> None:
-    """Let hooks import what they take from slime. What was imported of slime before stays."""
+    """Let hooks import names of slime's. Modules of slime's that were imported before stay."""
     if SLIME in sys.modules:
         return
     sys.meta_path.insert(0, _Finder())
@@ -147,7 +149,7 @@ def provide() -> None:
 
 
 def _object(value: Any) -> Any:
-    """What a name stands for, which the table may say as module:name."""
+    """The object of a name, which the table may give as module:name."""
     if not isinstance(value, str):
         return value
     module, _, name = value.partition(":")
@@ -155,7 +157,7 @@ def _object(value: Any) -> Any:
 
 
 def _modules() -> dict[str, Mapping[str, Any]]:
-    """The names that are here, by module."""
+    """The available names, by module."""
     return {
         "slime": {},
         "slime.data": {"Sample": Sample},
@@ -231,7 +233,7 @@ class Span:
 
 @contextlib.contextmanager
 def trace_span(target: Any, name: str, attrs: Mapping[str, Any] | None = None, **more: Any) -> Iterator[Span]:
-    """Runs what is within it."""
+    """Runs the block; keeps nothing."""
     yield Span()
 
 
@@ -240,7 +242,7 @@ def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None, 
 
 
 def trace_function(name: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The function as it is."""
+    """The function unchanged."""
     return lambda function: function
 
 
@@ -250,7 +252,7 @@ def bind_trace(sample: Any) -> Span:
 
 
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of an answer that are plain."""
+    """The plain values of an answer's meta information."""
     return {key: value for key, value in meta.items() if isinstance(value, int | float | str)}
 
 
@@ -264,7 +266,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """The same of an evaluation."""
+    """Groups of samples of a whole evaluation. A module may import it; the run calls no function that returns it."""
 
     data: Any
     metrics: dict[str, Any] | None = None
@@ -273,7 +275,7 @@ class RolloutFnEvalOutput:
 def call_dynamic_filter(
     function: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> DynamicFilterOutput:
-    """What a filter says, as slime's class; no filter keeps."""
+    """A filter's answer as slime's class; without a filter the group is kept."""
     said = True if function is None else function(*args, **kwargs)
     return said if isinstance(said, DynamicFilterOutput) else DynamicFilterOutput(keep=said)
 
@@ -281,7 +283,7 @@ def call_dynamic_filter(
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Whether a group is dropped while so many groups are under way of those that are wanted."""
+    """Whether a group is dropped, with `remaining_batch_size` groups in flight of `target_data_size`."""
     stands_in = output.keep_when_insufficient and remaining_batch_size <= target_data_size
     return not output.keep and not stands_in
 
@@ -300,7 +302,7 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any
 def check_reward_nonzero_std_with_fallback(
     args: Any, samples: Sequence[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
-    """The same; a dropped group stands in when too few are kept."""
+    """Keeps groups whose rewards differ; a dropped group is used when too few are kept."""
     said = check_reward_nonzero_std(args, samples)
     said.keep_when_insufficient = True
     return said
@@ -318,13 +320,13 @@ class SingletonMeta(type):
 
 
 def load_function(path: str) -> Any:
-    """What stands at a dotted path."""
+    """The object at a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 async def get(url: str) -> Any:
-    """GET a JSON answer. Raises RuntimeError with what the server says."""
+    """GET a JSON answer. Raises RuntimeError with the server's answer."""
     import aiohttp
 
     async with aiohttp.ClientSession() as client, client.get(url) as answer:
@@ -344,7 +346,7 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> None:
-    """None, as of a model of text."""
+    """None, as for a text model."""
 
 
 def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -354,7 +356,7 @@ def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """A picture as the URL of its PNG. The engine of a run takes none: a request with image_data is refused."""
+    """A picture as the URL of its PNG. The engine of a run accepts no pictures: a request with image_data is refused."""
     import base64
     import io
 

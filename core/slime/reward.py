@@ -1,7 +1,7 @@
 """Rewards written for slime: `async def reward(args, sample, **kwargs)`, or with a list of samples for a group, or a class with
 `compute_reward(prompts, responses)`, which is made once a process.
 
-It gets slime's sample with what rewards read of it, and the options as args. Imports nothing of slime's.
+It gets slime's sample with the fields that rewards read, and the options as args. Imports nothing of slime's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BATCHED = "compute_reward"
 
 
 class ReadSample(Sample):
-    """A sample as a reward or a filter may read it. They run apart from the tokenizer."""
+    """A sample as rewards and filters may read it. They run without the tokenizer."""
 
     def __getattribute__(self, name: str) -> Any:
         """Refuses token ids."""
@@ -34,12 +34,12 @@ class SlimeReward:
     """Calls a reward of slime's signature with a sample, or with the samples of a group."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        """Makes an object of a class. Errors: TypeError for one without compute_reward; what making it raises."""
+        """Creates the object of a class. Errors: TypeError for a class without compute_reward; errors of its constructor."""
         self._args = Arguments(**{**OF_SCORING, **options})
         self._function = _object_of(function, options) if inspect.isclass(function) else function
 
     async def __call__(self, samples: RewardInput | Sequence[RewardInput]) -> Any:
-        """Its score, or list of scores."""
+        """The score of a sample, or the list of scores of a group."""
         one = isinstance(samples, RewardInput)
         inputs = [samples] if isinstance(samples, RewardInput) else samples
         given = [read_sample(each, index) for index, each in enumerate(inputs)]
@@ -71,7 +71,7 @@ class SlimeReward:
 
 
 def _object_of(kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """An object of a class: made with args, if that is its parameter, else with the options."""
+    """An object of a class, created with args if it has that parameter, else with the options."""
     names = list(inspect.signature(kind).parameters)
     rest = {key: value for key, value in options.items() if key in names or key not in OF_SCORING}
     made = kind(Arguments(**{**OF_SCORING, **options})) if names == ["args"] else kind(**rest)
@@ -83,7 +83,7 @@ def _object_of(kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
 
 def _columns(batched: Callable[..., Any], samples: Sequence[Sample]) -> list[list[Any]]:
-    """Prompts and responses, then labels and metadata if it has parameters of these names."""
+    """Prompts and responses, then labels and metadata if the method has parameters of these names."""
     columns = [[sample.prompt for sample in samples], [sample.response for sample in samples]]
     for name in list(inspect.signature(batched).parameters)[2:]:
         if name in ("labels", "label", "metadata"):

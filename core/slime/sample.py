@@ -1,6 +1,6 @@
-"""What slime's hooks are handed: the sample, the group's verdict, the arguments, and how a rollout asks the engine.
+"""Objects that slime's hooks get: the sample, the group's verdict, the arguments, and the rollout's calls to the engine.
 
-Owns the names and fields that their users read and set. `names` says under which modules they are imported.
+Owns the names and fields that hooks read and set. `names` says under which modules they are imported.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
-POST_TIMEOUT_S = 24 * 3600.0  # the rollout's own limits end it before
+POST_TIMEOUT_S = 24 * 3600.0  # the rollout's own limits end a request earlier
 
 
 class SlimeStatus(enum.Enum):
-    """How a sample stands."""
+    """The status of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -50,7 +50,7 @@ class PrefixCacheInfo:
 
 @dataclass
 class Sample:
-    """A sample. `prompt` is the text that the model is shown, or messages if no chat template is applied."""
+    """A sample. `prompt` is the model's input text, or messages if no chat template is applied."""
 
     Status: ClassVar[type[SlimeStatus]] = SlimeStatus
     SpecInfo: ClassVar[type[SpecInfo]] = SpecInfo
@@ -89,7 +89,7 @@ class Sample:
     messages: list[Any] = field(default_factory=list)  # the whole dialogue, if a reward reads it
 
     def get_reward_value(self, args: Any) -> Any:
-        """Its reward: of a mapping the value at args.reward_key."""
+        """The reward; if it is a mapping, the value at args.reward_key."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key else self.reward
 
@@ -127,7 +127,8 @@ class Sample:
             self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
             self.rollout_log_probs = self.rollout_log_probs or [0.0] * before
             self.response_length = before + len(new)
-            self.tokens += new  # in place: functions hold these lists under names of theirs
+            # in place, since functions hold these lists under other names
+            self.tokens += new
             self.loss_mask += [int(trainable)] * len(new)
             self.rollout_log_probs += given or [0.0] * len(new)
             for name in ("loss_mask", "rollout_log_probs"):
@@ -141,12 +142,12 @@ class Sample:
                 self.weight_versions.append(meta_info["weight_version"])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The sample as plain values."""
         return {**asdict(self), "status": self.status.value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Sample:
-        """From plain values; those that are no field become attributes."""
+        """A sample from plain values; unknown keys become attributes."""
         known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
         made = cls(**{**known, "status": SlimeStatus(values.get("status", "pending"))})
         for key, kind in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
@@ -159,29 +160,30 @@ class Sample:
 
 @dataclass
 class DynamicFilterOutput:
-    """What slime's dynamic filters decide on a group."""
+    """The decision of slime's dynamic filters on a group."""
 
-    keep: Any  # bool, or a tensor of one
+    keep: Any  # bool, or a tensor with one value
     reason: str | None = None
     keep_when_insufficient: bool = False
 
 
 class Arguments(types.SimpleNamespace):
-    """What slime calls args: the figures of this run under slime's names, and the function's options."""
+    """slime's args: the settings of this run under slime's names, and the function's options."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"args has no {name} here: give it in the function's options")
 
 
 class GenerateState:
-    """What slime's generation shares: the tokenizer, and how it samples."""
+    """The state that slime's generation shares: the tokenizer, and the sampling parameters."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.tokenizer = tokenizer(args.hf_checkpoint)
         self.processor = None
         self.sampling_params = dict(args.sampling_params)
-        self.semaphore = asyncio.Semaphore(1 << 20)  # rollout.session.max_rollouts bounds what is under way
+        # rollout.session.max_rollouts bounds the rollouts at once
+        self.semaphore = asyncio.Semaphore(1 << 20)
         self.aborted = False
         self.dp_rank = 0
 
@@ -202,7 +204,7 @@ def tokenizer(folder: str) -> Any:
 async def post(
     url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """POST JSON and return the JSON answer. Raises RuntimeError with what the server says; it is not asked again then."""
+    """POST JSON and return the JSON answer. Raises RuntimeError with the server's answer, without a retry."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=POST_TIMEOUT_S)
@@ -216,7 +218,7 @@ async def post(
 
 
 async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
-    """slime's own generation: go on from the sample's tokens, or from its prompt, until the engine ends the turn."""
+    """slime's own generation: continue from the sample's tokens, or from its prompt, until the engine ends the turn."""
     if not sample.tokens:
         sample.tokens = tokenizer(args.hf_checkpoint)(sample.prompt, add_special_tokens=False)["input_ids"]
     left = sampling_params["max_new_tokens"] - sample.response_length
@@ -237,7 +239,7 @@ async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]
 
 
 def model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
-    """Where a model is asked: the policy, or one that the option sglang_model_routers names as (host, port).
+    """The URL of a model: the policy, or a model that the option sglang_model_routers names as (host, port).
 
     Errors: ValueError for a model that is not named there.
     """

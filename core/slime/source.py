@@ -1,7 +1,7 @@
-"""What the source of a hook written for slime reads: names of slime's, attributes of args, and tokens of samples. Pure.
+"""Finds what the source of a hook for slime reads: names of slime's, attributes of args, and tokens of samples. Pure.
 
-What is read within a function fails only when that runs. Found here, it is refused before a run. Functions count that the hook
-reaches by their names; of each module, what stands outside functions.
+A missing name within a function fails only when the function runs. Found here, it is refused before a run. Counted are
+functions that the hook reaches by name, and each module's code outside of functions.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from millrace.core.slime.names import PACKAGES
 
 ARGS = "args"
 ASKS = ("hasattr", "getattr", "setattr")
-TOKENS = ("tokens", "loss_mask", "rollout_log_probs")  # of a sample
+TOKENS = ("tokens", "loss_mask", "rollout_log_probs")  # attributes of a sample
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass
 class Reads:
-    """What a hook reads, each name with the file and line where it does."""
+    """What a hook reads: each name with its file and line."""
 
-    names: dict[str, str] = field(default_factory=dict)  # of slime's, dotted
+    names: dict[str, str] = field(default_factory=dict)  # dotted names of slime's
     arguments: dict[str, str] = field(default_factory=dict)  # attributes of args
     tokens: dict[str, str] = field(default_factory=dict)  # attributes of the samples that it gets
-    removes: str | None = None  # where it sets remove_sample
+    removes: str | None = None  # the line that sets remove_sample
 
 
 def reads_of(function: Callable[..., Any], module: ModuleType) -> Reads:
-    """What a function or a class of this module reads, there and in the modules of its folder that it imports."""
+    """What a function or class reads, in its module and in the modules of its folder that it imports."""
     trees = list(_trees(module))
     defined: dict[str, list[tuple[Path, ast.AST]]] = {}
     for path, tree in trees:
@@ -64,7 +64,7 @@ def _add(found: dict[str, str], path: Path, read: dict[str, int]) -> None:
 
 
 def _trees(module: ModuleType) -> Iterator[tuple[Path, ast.Module]]:
-    """The parsed files of a module and of those that it imports and that lie in its folder or below."""
+    """The parsed files of a module and of the modules that it imports from its folder or below."""
     seen: set[str] = set()
     left, own = [module], _file(module)
     while left:
@@ -79,7 +79,7 @@ def _trees(module: ModuleType) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def _reached(name: str, defined: dict[str, list[tuple[Path, ast.AST]]]) -> Iterator[tuple[Path, ast.AST]]:
-    """The functions and classes that one of this name uses by their names, itself the first."""
+    """The function or class of this name, then the functions and classes that it uses by name."""
     seen, left = set[str](), [name]
     while left:
         each = left.pop()
@@ -96,7 +96,7 @@ def _reached(name: str, defined: dict[str, list[tuple[Path, ast.AST]]]) -> Itera
 
 
 def _outside(tree: ast.Module) -> Iterator[ast.AST]:
-    """The nodes of a module that stand in no function."""
+    """The nodes of a module outside of functions."""
     left: list[ast.AST] = [tree]
     while left:
         each = left.pop()
@@ -105,7 +105,7 @@ def _outside(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _slime_names(nodes: Sequence[ast.AST]) -> dict[str, int]:
-    """Dotted names of slime's that are imported, or read of a module that was imported."""
+    """Dotted names of slime's that are imported, or read from an imported module."""
     found: dict[str, int] = {}
     aliases: dict[str, str] = {}
     for node in nodes:
@@ -123,7 +123,8 @@ def _slime_names(nodes: Sequence[ast.AST]) -> dict[str, int]:
             head, *rest = _dotted(node).split(".")
             origin = aliases.get(head, "")
             for part in rest:
-                if origin not in sys.modules:  # a class or a function, or no name of slime's
+                # a class or a function, or no name of slime's
+                if origin not in sys.modules:
                     break
                 origin = f"{origin}.{part}"
                 found.setdefault(origin, node.lineno)
@@ -170,7 +171,7 @@ def _removals(node: ast.AST) -> Iterator[int]:
 
 
 def _samples(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """The names under which a function holds the samples that it gets: its second parameter, and what goes through it."""
+    """The names under which a function holds its samples: its second parameter, and loop variables over it."""
     names = {node.args.args[1].arg}
     for each in ast.walk(node):
         if (

@@ -1,1 +1,1 @@
-"""Waiting with a deadline that looks at progress. Knows nothing of what is waited for."""
+"""Waiting with a deadline that depends on progress. Knows nothing of what is waited for."""

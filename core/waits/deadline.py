@@ -1,9 +1,9 @@
-"""A wait that ends once nothing has moved for a limit: however long it takes, as long as something does.
+"""A wait that fails after a time limit without progress. With progress it may take any time.
 
     ranks = await progressing(asyncio.gather(*calls), "train on 8 ranks", limit, progress)
 
-Where nothing moves in POLLS looks in a row it raises StalledError. Looks are counted, not seconds: a host that slept, or a
-process that was stopped and continued, is no stall. What is waited for is cancelled; ending what hangs is the caller's part.
+It raises StalledError after POLLS readings in a row without progress. Readings are counted, not seconds: a host that slept, or
+a process that was stopped and continued, is no stall. The awaited call is cancelled; the caller must end processes that hang.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from millrace.core.errors import StalledError
 from millrace.core.waits.heartbeat import beat, beats
 
 T = TypeVar("T")
-POLLS = 4  # per limit: a stall is noticed at most a quarter of it late
-CANCEL_S = 5.0  # for what is cancelled to leave
+POLLS = 4  # readings per limit, so that a stall is noticed at most a quarter of the limit late
+CANCEL_S = 5.0  # time for a cancelled call to end
 
 Progress = Callable[[], Awaitable[object]]
 """A reading that changes whenever something gets done."""
@@ -30,18 +30,18 @@ Progress = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True)
 class Limit:
-    """How long nothing may move."""
+    """The longest time without progress."""
 
     seconds: float
     setting: str = "run.progress_timeout_s"  # the field that changes it
 
     @property
     def pause_s(self) -> float:
-        """Between two looks."""
+        """Seconds between two readings."""
         return self.seconds / POLLS
 
     def verdict(self, what: str, seen: str = "") -> StalledError:
-        """The error of a wait for `what`. seen: what is known of those that stand still."""
+        """The error of a wait for `what`. seen: what is known of the parts without progress."""
         return StalledError(
             f"nothing moved for {self.seconds:g} s ({self.setting}){f': {seen}' if seen else ''}",
             where=what,
@@ -61,7 +61,7 @@ class Watch:
         self._equal = 0
 
     def moved(self, reading: object) -> bool:
-        """Take a reading; whether it differs from the one before. The first one does."""
+        """Take a reading; returns whether it differs from the previous one. The first reading does."""
         if reading == self._last:
             self._equal += 1
             return False
@@ -70,14 +70,16 @@ class Watch:
 
     @property
     def stalled(self) -> bool:
-        """Whether nothing moved for the limit."""
+        """Whether there was no progress for the limit."""
         return self._equal >= POLLS
 
 
 async def progressing(awaited: Awaitable[T], what: str, limit: Limit, progress: Progress) -> T:
-    """The result, however long it takes, as long as `progress` moves. A reading that does not come within a pause is none.
+    """The result of `awaited`, which may take any time as long as `progress` changes.
 
-    Raises StalledError for `what` where it does not. What moves elsewhere moves this process's heartbeat.
+    A reading that takes longer than a pause is ignored.
+
+    Raises StalledError for `what` if it does not change. Progress here also moves this process's heartbeat.
     """
     running = asyncio.ensure_future(awaited)
     watch, spent_s, reading = Watch(), 0.0, None
@@ -100,11 +102,12 @@ async def progressing(awaited: Awaitable[T], what: str, limit: Limit, progress: 
         if running.cancel():
             await asyncio.wait({running}, timeout=CANCEL_S)
         if running.done() and not running.cancelled():
-            running.exception()  # seen: asyncio reports errors that nobody asked for
+            # mark the error as seen: asyncio reports errors that nobody retrieved
+            running.exception()
 
 
 async def heartbeat() -> object:
-    """The progress of what waits for other work of this process."""
+    """The progress of a wait for other work of this process."""
     return beats()
 
 
@@ -116,7 +119,8 @@ async def locked(lock: asyncio.Lock, what: str, limit: Limit) -> AsyncIterator[N
         await progressing(taking, what, limit, heartbeat)
     except BaseException:
         if taking.done() and not taking.cancelled() and taking.exception() is None:
-            lock.release()  # it came at the moment of the end
+            # the lock was acquired just as the wait ended
+            lock.release()
         raise
     try:
         yield
@@ -125,7 +129,7 @@ async def locked(lock: asyncio.Lock, what: str, limit: Limit) -> AsyncIterator[N
 
 
 async def in_own_thread(call: Callable[[], T]) -> T:
-    """The result of a call that may hang: no end of this process waits for its thread, as it does for asyncio.to_thread's."""
+    """The result of a call that may hang: the process can exit without its thread, unlike with asyncio.to_thread."""
     loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def give(setter: Callable[[Any], None], value: Any) -> None:
@@ -135,11 +139,12 @@ async def in_own_thread(call: Callable[[], T]) -> T:
     def run() -> None:
         try:
             value = call()
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
             setter, value = result.set_exception, error  # type: ignore[assignment]
         else:
             setter = result.set_result
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        # the loop may have ended
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(give, setter, value)
 
     context = contextvars.copy_context()

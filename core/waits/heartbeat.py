@@ -1,20 +1,21 @@
-"""The heartbeat of a process: a counter that moves whenever something gets done in it.
+"""The heartbeat of a process: a counter that moves on every piece of work done in it.
 
-Who waits in the same process, or asks it how it is, compares two readings. What only waits must not beat.
+A wait in the same process, or a health check from outside, compares two readings. Code that only waits must not beat.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-IO_STEP = 64 * 2**20  # bytes; what idle threads of Ray and gloo read and write in an hour is less
+IO_STEP = 64 * 2**20  # bytes; idle threads of Ray and gloo read and write less in an hour
 _count = 0
 
 
 def beat() -> None:
-    """Something got done."""
+    """Count a piece of work."""
     global _count
-    _count += 1  # two threads that beat at once may count as one
+    # two threads that beat at once may count as one
+    _count += 1
 
 
 def beats() -> int:
@@ -23,12 +24,12 @@ def beats() -> int:
 
 
 def pulse() -> tuple[int, int]:
-    """The counter, and how much this process has read and written: loading a large checkpoint is progress too."""
+    """The counter, and the bytes that this process has read and written: loading a large checkpoint is progress too."""
     return _count, (bytes_moved("self") or 0) // IO_STEP
 
 
 def bytes_moved(process: int | str) -> int | None:
-    """Bytes that a process has read and written; None where the system does not say."""
+    """Bytes that a process has read and written; None if the system does not say."""
     try:
         lines = Path(f"/proc/{process}/io").read_text().splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""Rows of data sources: what a usable one is, and what its columns say of prompts, templates and losses."""
+"""Rows of data sources: which are usable, and what their columns say about prompts, templates and losses."""

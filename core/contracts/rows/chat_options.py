@@ -1,7 +1,6 @@
-"""What a chat template gets beside the messages of a row: tools, and variables of its own. Pure.
+"""What a chat template gets besides the messages of a row: tools, and the row's variables. Pure.
 
-Owns how both are read from a row's columns, and where they lie in its metadata, with which they reach storage, sessions and
-rewards.
+Owns how both are read from a row's columns, and their keys in its metadata, by which they reach storage, sessions and rewards.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"  # keys in a row's metadata
-RESERVED = frozenset(  # what the renderer itself hands to a template, and how it renders
+RESERVED = frozenset(  # variables that the renderer itself sets, and how it renders
     [
         "messages",
         "conversation",
@@ -36,7 +35,7 @@ RESERVED = frozenset(  # what the renderer itself hands to a template, and how i
 
 
 class ChatColumns(Protocol):
-    """What a source says of its chat template."""
+    """A source's settings of its chat template."""
 
     @property
     def tools_key(self) -> str | None: ...
@@ -58,7 +57,7 @@ PLAIN = ChatOptions()
 
 
 def chat_options(source: ChatColumns, metadata: Mapping[str, Any] | None) -> ChatOptions:
-    """The options of a row with this metadata. The row's own variables come before those of its source."""
+    """The options of a row with this metadata. The row's variables override its source's."""
     given = metadata or {}
     own = given.get(TEMPLATE_KWARGS) if source.chat_template_kwargs_key else None
     tools = given.get(TOOLS) if source.tools_key else None

@@ -1,7 +1,7 @@
 """Chat messages in the forms that people write them, as the one form that templates read. Pure.
 
-A message has a role, its content as text, no empty keys, and calls with arguments as objects. Every message passes here on its
-way in: rows of all sources, what a session observes, what a client sends. Parts of a content become text in `text_of` alone.
+A message has a role, its content as text, no empty keys, and calls with arguments as objects. Every message is normalised here:
+rows of all sources, observations of a session, requests of a client. Only `text_of` turns parts of a content into text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SENDERS = {
     "observation": "tool",
 }
 TEXT_TYPES = ("text", "input_text", "output_text", "summary_text", "plain_text", "refusal")
-TEXT_KEYS = ("text", "content", "value", "refusal")  # where a part of text has it
+TEXT_KEYS = ("text", "content", "value", "refusal")  # keys under which a part holds text
 OF_TOOL_TEXT = {"type", "text", "annotations", "cache_control", "_meta"}  # keys of a part in a tool's answer
 MEDIA = re.compile(
     "image|picture|pixel|audio|speech|video|file|document|inline_?data|resource", re.IGNORECASE
@@ -32,7 +32,7 @@ AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:"
 
 
 class NotTextError(ValueError):
-    """A content holds what a model of text cannot be shown. The message says which part."""
+    """A content holds a part that a text model cannot read. The message says which part."""
 
 
 def text_of(content: Any) -> str:
@@ -71,7 +71,7 @@ def _text_of_part(number: int, part: Any) -> str:
 
 
 def message_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its content as text, and without empty keys: no calls are no calls, however they are written.
+    """A message with its content as text, and without empty keys, such as an empty list of calls.
 
     Raises NotTextError, and ValueError for calls that are text and not JSON.
     """
@@ -82,7 +82,7 @@ def message_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_of_answer(answer: Any) -> str | None:
-    """A tool's answer that is parts of a content, as text, with the type of what is none in brackets. None if it is no parts."""
+    """A tool's answer in content parts as text, with other parts as their type in brackets. None if it has no parts."""
     parts = [answer] if isinstance(answer, Mapping) else answer
     if not isinstance(parts, list | tuple) or not any(map(_is_text_part, parts)):
         return None
@@ -122,7 +122,7 @@ def from_text(text: str) -> list[Any] | None:
 
 
 def from_sharegpt(value: Sequence[Any], keep: Sequence[str] = ()) -> list[Any]:
-    """ShareGPT's messages, {from, value}, as {role, content}; others as they are. Raises ValueError for an unknown sender.
+    """ShareGPT's messages, {from, value}, as {role, content}; others unchanged. Raises ValueError for an unknown sender.
 
     keep: further keys of a message.
     """

@@ -1,6 +1,7 @@
-"""What a row may say of how its own samples are generated: their length and where they end. Pure.
+"""What a row may set for its own samples: their length and their stops. Pure.
 
-Temperature and what else shapes the distribution are one for the batch: the trainer computes log-probabilities with them.
+Temperature and other parameters of the distribution are the same for the batch: the trainer computes log-probabilities with
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ OWN = (LENGTH, STOP, STOP_IDS, STOP_REGEX)
 
 
 def row_sampling(value: Any) -> tuple[dict[str, Any], str | None]:
-    """What a column, which may be JSON text, says of sampling, and what is wrong with it. Null is not given."""
+    """The sampling parameters in a column, which may be JSON text, and what is wrong with them. Null counts as not given."""
     value, problem = from_json(value, SAMPLING)
     if problem or value is None:
         return {}, problem
@@ -44,10 +45,10 @@ def row_sampling(value: Any) -> tuple[dict[str, Any], str | None]:
 
 
 def own_sampling(metadata: Mapping[str, Any] | None, key: str | None, longest: int) -> dict[str, Any]:
-    """The sampling parameters of a row with this metadata, which come in place of its section's.
+    """The sampling parameters of a row with this metadata, which replace its section's.
 
-    key: `sampling_key` of its source; without one a row says nothing. longest: `max_new_tokens` of the section, which memory is
-    planned for. A row's own only shortens it.
+    key: `sampling_key` of its source; without a key a row sets nothing. longest: `max_new_tokens` of the section. Memory is
+    planned for it, so a row can only shorten it.
     """
     own = dict((metadata or {}).get(SAMPLING) or {}) if key else {}
     if LENGTH in own:
@@ -56,7 +57,7 @@ def own_sampling(metadata: Mapping[str, Any] | None, key: str | None, longest: i
 
 
 def _ends(pattern: str) -> bool:
-    """Whether it is a regular expression that an empty response does not end by."""
+    """Whether a pattern is a regular expression that does not match the empty response."""
     try:
         return re.compile(pattern).search("") is None
     except re.error:

@@ -34,7 +34,8 @@ from millrace.core.contracts.rows.trained_messages import SWITCHES, LossOn, trai
 from millrace.core.plain_text import json_text, whole
 
 EXCERPT = 80
-CHARACTERS_A_TOKEN = 256  # more than the longest token of a vocabulary has
+# the longest token of a vocabulary has fewer characters
+CHARACTERS_A_TOKEN = 256
 ALWAYS_TOKENISED = 1 << 20  # characters
 _ABSENT = object()
 _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True)
@@ -93,7 +94,7 @@ class Quarantined:
 
 
 class SourceFingerprint(BaseModel):
-    """What a source holds, to notice a change under a run."""
+    """Fingerprint of a source's content, to notice changes during a run."""
 
     path: str
     size: int
@@ -101,9 +102,9 @@ class SourceFingerprint(BaseModel):
     rows: int
     usable: int
     usable_sha256: str  # of the usable rows' prompt ids, in order; of the first ones of a streamed source
-    files: dict[str, str] = {}  # hash by name; not stored where the path names one file
+    files: dict[str, str] = {}  # hash by name; not stored if the path names one file
     levels: dict[int, int] = {}  # rows by level; not stored for a source without levels
-    streamed: bool = False  # whether rows are read as they are drawn, so that `usable` counts all of them
+    streamed: bool = False  # whether rows are read when they are drawn, so that `usable` counts all of them
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def source_changes(
 
 
 def _files_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first of the files that changed, where a source has several."""
+    """The first changed files of a source with several files."""
     if not before or not now:
         return ""
     changed = [f"new file {name}" for name in now if name not in before]
@@ -185,7 +186,9 @@ def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
-        twice[:] = _repeated(pairs) if len(values) < len(pairs) else []  # those of the row come last
+        twice[:] = (
+            _repeated(pairs) if len(values) < len(pairs) else []
+        )  # the row's own repeated keys come last
         return values
 
     try:
@@ -246,7 +249,7 @@ def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Qu
 
 
 def value_at(values: Mapping[str, Any], key: str, absent: Any = None) -> Any:
-    """What a row has under a key: a column's name, or a dotted path into the mappings of a column.
+    """The value of a row under a key: a column's name, or a dotted path into the mappings of a column.
 
     A column whose own name holds dots comes first.
     """
@@ -263,12 +266,12 @@ def value_at(values: Mapping[str, Any], key: str, absent: Any = None) -> Any:
 
 
 def column_of(key: str, columns: Collection[str]) -> str:
-    """The column that a key, which may be a dotted path, begins in."""
+    """The column in which a key starts; the key may be a dotted path."""
     return key if key in columns else key.partition(".")[0]
 
 
 def require_labels(rows: Sequence[PromptRow], keys: Keys) -> tuple[list[PromptRow], list[Quarantined]]:
-    """Rows with a label, and refused ones: a source has labels in every row or, for rewards that need none, in none."""
+    """Rows with a label, and refused rows: either every row of a source has a label, or none, for rewards that need none."""
     named = keys.label_key is not None or keys.label_from_prompt
     if not named or all(row.label is None for row in rows):
         return list(rows), []
@@ -306,7 +309,7 @@ def refuse(keys: Keys, row: int, reason: str, shown: str) -> Quarantined:
 
 
 def _prompt(value: Any, keys: Keys) -> Prompt:
-    """The prompt. Raises ValueError, with `kind of reason: details`, for what is none."""
+    """The prompt. Raises ValueError, with `kind of reason: details`, for a value that is no prompt."""
     trained = keys.loss_on != "answer"
     if isinstance(value, str):
         if not value.strip():
@@ -380,7 +383,7 @@ def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:
 
 
 def _mapping_of(value: list[Any]) -> Any:
-    """Arrow's form of a map, a list of pairs, as a mapping; any other list as it is."""
+    """Arrow's form of a map, a list of pairs, as a mapping; any other list is returned unchanged."""
     if all(isinstance(item, tuple) and len(item) == 2 for item in value):
         return {str(name): item for name, item in value}
     return value

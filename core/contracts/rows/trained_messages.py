@@ -1,7 +1,7 @@
 """Which messages of a dialogue are trained: by the source's setting, and by a switch that a message may carry. Pure.
 
-Owns the switches: `weight` (0 or 1), as OpenAI's format for fine-tuning has it, and `train` (true or false). A chat template
-never sees them.
+Owns the switches: `weight` (0 or 1), as OpenAI's format for fine-tuning has it, and `train` (true or false). Chat templates
+never see them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 
 
 def trained_messages(messages: Sequence[Message], loss_on: LossOn) -> list[int]:
-    """Numbers of the messages that are trained, in order. A message's own switch comes before the source's setting.
+    """Numbers of the messages that are trained, in order. A message's switch overrides the source's setting.
 
     Raises ValueError, with `kind of reason: details`, for a switch that cannot be obeyed, or if no message is trained.
     """
@@ -46,19 +46,20 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
-    """The messages, after this system message if they begin with none."""
+    """The messages, after this system message if they have none at the start."""
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*(first if messages[0]["role"] != "system" else []), *messages]
 
 
 def _switch(number: int, message: Message) -> bool | None:
-    """Whether the message says that it is trained; None if it says nothing."""
+    """A message's switch: whether it is trained; None without a switch."""
     said: list[bool] = []
     for name in SWITCHES:
         value = message.get(name)
         if value is None:
             continue
-        if value not in (0, 1):  # true and false are these too
+        # true and false equal 1 and 0, so `train` passes too
+        if value not in (0, 1):
             raise ValueError(f"bad message: number {number}: {name} is {str(value)[:20]}, neither 0 nor 1")
         said.append(bool(value))
     if len(set(said)) == 2:

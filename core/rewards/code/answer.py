@@ -1,4 +1,4 @@
-"""The program in a response, and whether what it gave is what the row expects. Pure: text in, verdict out."""
+"""The program in a response, and whether its result is what the row expects. Pure: text in, verdict out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-LONGEST_NUMBER = 400  # characters of one that is compared by value
+LONGEST_NUMBER = 400  # characters of a number that is compared by value
 FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)")
 
 
@@ -45,7 +45,7 @@ def _dedented(line: str, indent: int) -> str:
 
 @contextmanager
 def long_integers() -> Iterator[None]:
-    """Within it, integers of any length are read and written as text: programs and tests may have some of over 4,300 digits."""
+    """Within the block, integers of any length are read and written as text: programs and tests may use over 4,300 digits."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:
@@ -55,7 +55,7 @@ def long_integers() -> Iterator[None]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two texts are equal but for space at the ends of lines and blank lines at the end, and for how numbers are written.
+    """Whether two texts are equal except for space at line ends, blank lines at the end, and the spelling of numbers.
 
     Numbers are equal as decimals: 1.50 is 1.5, and 0.333 is not 1/3. As LiveCodeBench compares (Jain et al., arXiv:2403.07974).
     """
@@ -66,14 +66,14 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """Whether a function gave what is expected: JSON values, in which a tuple is a list."""
+    """Whether a function returned the expected JSON value; a tuple counts as a list."""
     return bool(_plain(given) == _plain(expected))
 
 
 def decoded(value: Any) -> Any:
-    """A result as the answer's process wrote it, with a mark at each container, as a value of JSON. Tuples become lists.
+    """Turn a result of the answer's process, which marks each container, into a JSON value. Tuples become lists.
 
-    Errors: ValueError for what has no form in JSON.
+    Errors: ValueError for a value without a form in JSON.
     """
     try:
         return _value(value)
@@ -94,7 +94,7 @@ def _value(given: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """With lists for tuples, text for keys, and a mark on booleans, which equal 0 and 1 otherwise."""
+    """The value with lists for tuples, text for keys, and a mark on booleans, which would equal 0 and 1."""
     if isinstance(value, bool):
         return ("bool", value)
     if isinstance(value, list | tuple):

@@ -5,7 +5,7 @@
     test_list      ["assert f(1) == 2", ...]                    MBPP, with test_setup_code or test_imports
     test           "def check(candidate): ..." and entry_point  HumanEval
 
-A value may be JSON text of the same. Owns the reading alone: nothing is run here.
+A value may be JSON text of the same. Owns only the parsing: nothing is run here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Asserts:
-    """Python sources that raise if the functions `names` are wrong. `names` empty: all that they call and do not define."""
+    """Python sources that raise if the functions `names` are wrong. Empty `names`: all that they call and do not define."""
 
     sources: list[str]
     names: list[str]
@@ -52,7 +52,7 @@ Tests = Sequence[Case] | Sequence[Call] | Asserts
 def tests_of(metadata: Mapping[str, Any]) -> Tests:
     """The tests in a row's metadata.
 
-    Errors: DataError naming the key where there are none, or they have another form.
+    Errors: DataError naming the key if there are none, or if they have another form.
     """
     key = next((key for key in FORMS if metadata.get(key)), None)
     if key is None:
@@ -105,9 +105,10 @@ def _case(given: Any, expected: Any) -> Case:
 
 
 def _call(name: str, given: Any, expected: Any, wrapped: bool) -> Call:
-    """LiveCodeBench has text: a JSON value a line as arguments, and one as the result. APPS may wrap the result in a list.
+    """LiveCodeBench stores text: a JSON value a line as arguments, and one as the result. APPS may wrap results in
+    lists.
 
-    wrapped: a list of one may be the wrapped result, as no result of the row is a list of another length.
+    wrapped: a list of one item may be a wrapped result, since no result of the row is a list of another length.
     """
     if isinstance(given, str):
         given = [_parsed(line, "tests") for line in given.splitlines() if line.strip()]
@@ -118,7 +119,7 @@ def _call(name: str, given: Any, expected: Any, wrapped: bool) -> Call:
 
 
 def _text(value: Any) -> str:
-    """APPS has a list of lines in places."""
+    """A text; APPS has lists of lines in some places."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -1,9 +1,9 @@
-"""Programs for the sandbox: one that calls functions of an answer, and one that runs a row's asserts without the answer.
+"""Programs for the sandbox: the first calls functions of an answer, the second runs a row's asserts without the answer.
 
-The two never share a process. The answer's process gets arguments and gives results as text; what is expected stays with the
+The two never share a process. The answer's process gets arguments and returns results as text; expected results stay with the
 asserts, whose process reads results as plain values. So an answer can end its process, print what it likes, return objects
-that equal everything, or search its memory: none of it shows what is expected, or makes an assert hold. Both write what
-they found to a file of their own, whose number is their first argument: what asserts print is not mixed with it.
+that equal everything, or search its memory: none of it shows what is expected, or makes an assert hold. Each writes its
+findings to a separate file, whose descriptor is its first argument, so that printed output is not mixed in.
 
 Values travel as JSON with a mark at each container: ["l", ...] list, ["t", ...] tuple, ["s", ...] set, ["f", ...] frozenset,
 ["d", [key, value], ...] dict, ["i", ...] iterator, ["c", real, imaginary] complex, ["b", hex] bytes.

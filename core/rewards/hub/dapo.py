@@ -12,7 +12,7 @@ from millrace.core.rewards.math import judged, last_boxed
 from millrace.core.rewards.text import label_text
 
 ANSWER = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
-READ, READ_STRICTLY = 300, 100  # last characters
+READ, READ_STRICTLY = 300, 100  # last characters that are read
 
 
 def dapo(sample: RewardInput, *, strict_box: bool = False) -> RewardResult:

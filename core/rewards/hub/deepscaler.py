@@ -1,4 +1,4 @@
-"""The reward of DeepScaleR: only what follows the reasoning counts, and of that the last box. Pure."""
+"""The reward of DeepScaleR: only the last box after the reasoning counts. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards.math import boxed_answer, judged, last_boxed
 from millrace.core.rewards.text import label_text
 
-MARKERS = ("</think>", "###Response")  # the first that occurs decides
+MARKERS = ("</think>", "###Response")  # the first that occurs ends the reasoning
 
 
 def deepscaler(sample: RewardInput, *, symbolic: bool = True) -> RewardResult:

@@ -10,11 +10,11 @@ from millrace.core.hooks import RewardInput, RewardResult
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-WHOLE = {"yes", "no", "noanswer"}  # must be the whole answer, or count for nothing
+WHOLE = {"yes", "no", "noanswer"}  # must be the whole answer, or count as no match
 
 
 def f1(sample: RewardInput) -> RewardResult:
-    """F1 of the response's words against the label's, the best where the label is a list; parts precision and recall.
+    """F1 of the response's words against the label's, the best of them if the label is a list; parts precision and recall.
 
     Case, punctuation and articles do not count. Without a label the reward is 0.
     """

@@ -1,7 +1,7 @@
 """A reward for questions with lettered choices, such as GPQA (arXiv:2311.12022). Pure.
 
-A response is read clause by clause: which letter it states, considers, or rules out. A letter that is ruled out, or is one of
-several, is no answer.
+A response is read clause by clause: which letter it states, considers, or rules out. A letter that is ruled out, or stated with
+others, is no answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards.characters import plain
 from millrace.core.rewards.math import last_boxed
 
-LONGEST = 20_000  # last characters that are read
+LONGEST = 20_000  # last characters of a response that are read
 L = r"[(\[{]?[A-Z][)\]}]?(?![\w'])"  # a letter, in brackets or not
 LISTED = rf"\s*(?:or |and )?{L}\s*(?:,|\bor\b|\band\b|$|[.;?!])"
 CLAUSE = re.compile(
@@ -51,10 +51,10 @@ NOTE = re.compile(
 
 
 def gpqa(sample: RewardInput, *, letters: str = "ABCD", choices_key: str = "choices") -> RewardResult:
-    """1 if the response settles on the right letter, else 0; what stands before </think> does not count.
+    """1 if the response settles on the right letter, else 0; text before </think> does not count.
 
-    The last statement counts (the answer is X, X is correct, a box), else the last letter that stands alone. One that is ruled out,
-    and one of several, counts for nothing. The label is a letter, an index from 0, or the text of one of
+    The last statement counts (the answer is X, X is correct, a box), else the last letter that stands alone. A letter that is
+    ruled out, or stated with others, does not count. The label is a letter, an index from 0, or the text of one of
     `metadata[choices_key]`. A response without a letter is right if it holds the text of the right choice alone.
     """
     text = sample.response.rpartition("</think>")[2][-LONGEST:]
@@ -70,7 +70,7 @@ def gpqa(sample: RewardInput, *, letters: str = "ABCD", choices_key: str = "choi
 
 
 def _one_space(found: re.Match[str]) -> str:
-    """A run of spaces as one: expressions that allow any number of them, twice in a row, take its square of time."""
+    """Replace a run of spaces by one: expressions with two adjacent runs of spaces take quadratic time on it."""
     return "\n" if "\n" in found[0] else " "
 
 
@@ -124,7 +124,7 @@ def _holds(text: str, choice: str) -> bool:
 
 
 def _right(label: Any, letters: str, choices: list[str]) -> str:
-    """The letter of the label. Errors: ValueError for a label that is none: the data are wrong, not the response."""
+    """The letter of the label. Errors: ValueError for a label without one: the data are wrong, not the response."""
     if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
         return letters[label]
     plainly = str(label).strip().strip("()").upper()

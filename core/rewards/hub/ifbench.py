@@ -1,6 +1,6 @@
 """IFBench (Pyatkin et al., arXiv:2507.02833): 58 further instructions that a program can verify.
 
-The checks are those of the package if-verifiable, an extra. A row holds `instruction_id_list` and, for each instruction,
+The checks come from the package if-verifiable, an extra. A row holds `instruction_id_list` and, for each instruction,
 `kwargs`, in the form of allenai/IFBench_test.
 """
 
@@ -21,7 +21,8 @@ from millrace.core.rewards.hub.instructions import (
 )
 
 WHERE = "ifbench"
-NLTK_DATA = (  # the package downloads what is missing of these when it is imported, in each process that scores
+# the package downloads missing data when it is imported, in each process that scores
+NLTK_DATA = (
     "tokenizers/punkt",
     "tokenizers/punkt_tab",
     "taggers/averaged_perceptron_tagger_eng",
@@ -30,7 +31,7 @@ NLTK_DATA = (  # the package downloads what is missing of these when it is impor
 
 
 def ifbench(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = "strict") -> RewardResult:
-    """1 if the response follows all instructions of the row, else 0; what stands before </think> does not count.
+    """1 if the response follows all instructions of the row, else 0; text before </think> does not count.
 
     A response of more than LONGEST characters follows none.
 

@@ -1,6 +1,6 @@
 """IFEval (Zhou et al., arXiv:2311.07911): whether a response follows instructions that a program can verify.
 
-The checks are those of EleutherAI's lm-evaluation-harness, an extra. A row holds `instruction_id_list` and, for each
+The checks come from EleutherAI's lm-evaluation-harness, an extra. A row holds `instruction_id_list` and, for each
 instruction, `kwargs`, in the form of google/IFEval.
 """
 
@@ -22,7 +22,7 @@ WHERE = "ifeval"
 
 
 def ifeval(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = "strict") -> RewardResult:
-    """1 if the response follows all instructions of the row, else 0; what stands before </think> does not count.
+    """1 if the response follows all instructions of the row, else 0; text before </think> does not count.
 
     A response of more than LONGEST characters follows none.
 
@@ -42,7 +42,8 @@ def ifeval(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = 
             where=WHERE,
             remedy="pip install 'millrace[ifeval]'",
         ) from error
-    langdetect.DetectorFactory.seed = 0  # it guesses by random numbers: the same text gets the same answer
+    # langdetect guesses with random numbers: the same text must get the same answer
+    langdetect.DetectorFactory.seed = 0
     asked = instructions_of(sample, INSTRUCTION_DICT, "IFEval")
     row = {"key": 0, "prompt": asked.prompt, "instruction_id_list": asked.names, "kwargs": asked.kwargs}
     answer = answer_of(sample)

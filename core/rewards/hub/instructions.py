@@ -10,11 +10,11 @@ from millrace.core.hooks import RewardInput, RewardResult
 
 NEEDED = ("instruction_id_list", "kwargs")
 SCORES = ("strict", "loose", "share")
-LONGEST = 30_000  # characters that are checked: some checks take the square of them
+LONGEST = 30_000  # longest checked response in characters: some checks take quadratic time
 
 
 class Instructions(NamedTuple):
-    """What a row asks of a response: names of instructions, the arguments of each, and the prompt that states them."""
+    """A row's instructions: their names, the arguments of each, and the prompt that states them."""
 
     names: list[str]
     kwargs: list[dict[str, Any]]
@@ -22,7 +22,7 @@ class Instructions(NamedTuple):
 
 
 def instructions_of(sample: RewardInput, known: Collection[str], benchmark: str) -> Instructions:
-    """The instructions of a row. Errors: DataError of a row that has none, or one that is not among `known`."""
+    """The instructions of a row. Errors: DataError for a row without any, or with one missing from `known`."""
     names, kwargs = (sample.metadata.get(key) for key in NEEDED)
     if not isinstance(names, list) or not names or not isinstance(kwargs, list) or len(kwargs) != len(names):
         raise DataError(
@@ -42,7 +42,7 @@ def instructions_of(sample: RewardInput, known: Collection[str], benchmark: str)
 
 
 def answer_of(sample: RewardInput) -> str | None:
-    """What a response says after its reasoning; None if that is longer than can be checked, and follows nothing."""
+    """The response after its reasoning; None if it is too long to check, which counts as following no instruction."""
     answer = sample.response.rpartition("</think>")[2]
     return answer if len(answer) <= LONGEST else None
 
@@ -54,7 +54,7 @@ def follows_nothing(score: str) -> RewardResult:
 
 
 def check_score(score: str, where: str) -> None:
-    """Raises ConfigError for a score that there is not."""
+    """Raises ConfigError for an unknown score."""
     if score not in SCORES:
         raise ConfigError(
             f"score = {score} is not a choice", where=where, remedy="give strict, loose or share"
@@ -62,7 +62,7 @@ def check_score(score: str, where: str) -> None:
 
 
 def nltk_data_missing(error: LookupError | str, resources: str, where: str) -> ConfigError:
-    """The error that says how to get what nltk lacks."""
+    """The error that says how to get nltk's missing data."""
     return ConfigError(
         f"data of nltk are missing: {' '.join(str(error).split())[:120]}",
         where=where,

@@ -15,10 +15,11 @@ FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 def json_schema(sample: RewardInput, *, schema: Mapping[str, Any], fenced: bool = True) -> float:
     """1 if the response is JSON that the schema (JSON Schema) accepts, else 0.
 
-    fenced: what stands in the last block between ``` counts, where there is one.
-    Errors: jsonschema's SchemaError when the schema is none.
+    fenced: if the response has blocks between ```, the last one counts.
+    Errors: jsonschema's SchemaError for an invalid schema.
     """
-    from jsonschema import validators  # here: other rewards do without
+    # imported here, since other rewards do not need it
+    from jsonschema import validators
 
     validator = validators.validator_for(schema)
     validator.check_schema(schema)

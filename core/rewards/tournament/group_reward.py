@@ -1,8 +1,9 @@
-"""A group reward that compares the samples of a prompt in pairs, where no score of one sample alone is to be had.
+"""A group reward that compares the samples of a prompt in pairs, for tasks in which one sample alone cannot be scored.
 
-The comparison is a function `compare(first, second, **options)` of two RewardInputs, sync or async: 1 where the first is better, 0
-where the second is, 0.5 where neither; or a RewardResult of that with texts, which are kept. `millrace.connectors.rewards.pairwise_judge:pairwise_judge` is one that asks a model.
-Who meets whom follows from the seed and the prompt: the same group has the same tournament again.
+The comparison is a function `compare(first, second, **options)` of two RewardInputs, sync or async: 1 if the first is better, 0
+if the second is, 0.5 if neither; or a RewardResult of that number with texts, which are kept.
+`millrace.connectors.rewards.pairwise_judge:pairwise_judge` asks a model. The pairs depend only on the seed and the prompt: the
+same group has the same tournament again.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ async def tournament(
     seed: int = 0,
     concurrency: int = 8,
 ) -> list[RewardResult]:
-    """A reward from 0 to 1 for each sample of a group; of a group of one 0.5.
+    """A reward from 0 to 1 for each sample of a group; 0.5 in a group of one.
 
     compare: an import path, or {function, options}. scheme: of `schemes`. reward: the place, in equal steps from 1 for the
     best to 0 for the last, or the share of meetings won. both_orders: compare each pair both ways and take the mean, which
-    cancels a judge's liking for the first. concurrency: comparisons under way at once, where `compare` is async.
-    Parts: `place` and `win_rate`, each from 0 to 1, and `meetings`; and the texts of comparisons, one text a name, in the order
-    of samples: each after a line that says against which sample of the group, counted from 1.
-    Errors: ConfigError of options; TypeError and ValueError of an answer outside 0 to 1; what the comparison raises.
+    cancels a judge's liking for the first. concurrency: comparisons at once, if `compare` is async.
+    Parts: `place` and `win_rate`, each from 0 to 1, and `meetings`; and the texts of comparisons, joined to one text a name, in
+    the order of samples. Before each, a line names the other sample, counted from 1.
+    Errors: ConfigError for options; TypeError and ValueError of an answer outside 0 to 1; what the comparison raises.
     """
     for name, value, known in (("scheme", scheme, (*SCHEMES,)), ("reward", reward, ("rank", "win_rate"))):
         if value not in known:
@@ -96,7 +97,7 @@ def _comparison(compare: Any) -> tuple[Callable[..., Any], str]:
 
 
 def _order(samples: Sequence[RewardInput], seed: int) -> list[int]:
-    """The samples in an order that follows from seed and prompt alone; its first is the anchor."""
+    """The samples in an order that depends only on seed and prompt; the first one is the anchor."""
     prompt = samples[0].prompt
     text = prompt if isinstance(prompt, str) else json.dumps([dict(message) for message in prompt])
     digest = hashlib.sha256(f"{seed}\n{text}".encode("utf-8", "surrogatepass")).digest()
@@ -106,7 +107,7 @@ def _order(samples: Sequence[RewardInput], seed: int) -> list[int]:
 
 
 def _texts(heard: Sequence[_Said]) -> dict[str, str]:
-    """What comparisons said of a sample, by the name of the text. Sorted: they end in any order."""
+    """The texts of a sample's comparisons, by the text's name. Sorted, since comparisons end in any order."""
     lines: dict[str, list[str]] = {}
     for other, place, texts in sorted(heard, key=lambda one: one[:2]):
         for name, text in texts.items():

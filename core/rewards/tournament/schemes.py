@@ -1,7 +1,7 @@
-"""Who meets whom in a tournament of n samples, and how they stand after it. Pure but for `compare`, which is awaited.
+"""The pairs of a tournament of n samples, and the standing after it. Pure except for `compare`, which is awaited.
 
-`compare` gets the pairs of a whole round, which may be compared at once, and says of each how far the first is better: 1 better,
-0 worse, 0.5 level. Source: ArenaRL (Zhang et al., arXiv:2601.06487).
+`compare` gets the pairs of a whole round, which may be compared at once, and returns for each how much better the first is: 1
+better, 0 worse, 0.5 level. Source: ArenaRL (Zhang et al., arXiv:2601.06487).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ Compare = Callable[[Sequence[Pair]], Awaitable[Sequence[float]]]
 
 @dataclass
 class Standing:
-    """How n samples stand. `level`: higher is better, equal shares a place. `points`: won in `meetings`, 0.5 for a level one."""
+    """The standing of n samples. `level`: higher is better; equal levels share a place. `points`: of `meetings`; 0.5 for a
+    draw.
+    """
 
     level: list[float]
     points: list[float] = field(default_factory=list)
@@ -26,11 +28,11 @@ class Standing:
         self.meetings = self.meetings or [0] * len(self.level)
 
     def win_rates(self) -> list[float]:
-        """Points a meeting; 0.5 for who met nobody."""
+        """Points a meeting; 0.5 without meetings."""
         return [p / m if m else 0.5 for p, m in zip(self.points, self.meetings, strict=True)]
 
     def places(self) -> list[float]:
-        """1 for the best and 0 for the last, in equal steps; those of one level share the mean of their places."""
+        """1 for the best and 0 for the last, in equal steps; samples of one level share the mean of their places."""
         last = len(self.level) - 1
         if not last:
             return [0.5]
@@ -39,7 +41,7 @@ class Standing:
         return [(b + e / 2) / last for b, e in zip(below, equal, strict=True)]
 
     async def meet(self, pairs: Sequence[Pair], compare: Compare) -> list[float]:
-        """The scores of the first of each pair; both have their points."""
+        """Compare pairs and add the points of both; returns the score of the first of each pair."""
         scores = list(await compare(pairs)) if pairs else []
         for (a, b), score in zip(pairs, scores, strict=True):
             for sample, won in ((a, score), (b, 1 - score)):
@@ -49,7 +51,7 @@ class Standing:
 
 
 async def round_robin(n: int, order: Sequence[int], compare: Compare) -> Standing:
-    """Each meets each: n(n-1)/2 comparisons in one round. `level` is the share of meetings won."""
+    """All pairs meet: n(n-1)/2 comparisons in one round. `level` is the share of meetings won."""
     standing = Standing([0.0] * n)
     await standing.meet([(a, b) for at, a in enumerate(order) for b in order[at + 1 :]], compare)
     standing.level = standing.win_rates()
@@ -57,7 +59,7 @@ async def round_robin(n: int, order: Sequence[int], compare: Compare) -> Standin
 
 
 async def anchor(n: int, order: Sequence[int], compare: Compare) -> Standing:
-    """Each meets the first of `order`, the anchor: n - 1 comparisons in one round. The anchor's own level is 0.5."""
+    """All meet the first of `order`, the anchor: n - 1 comparisons in one round. The anchor's own level is 0.5."""
     standing = Standing([0.5] * n)
     others = list(order[1:])
     scores = await standing.meet([(other, order[0]) for other in others], compare)
@@ -69,11 +71,12 @@ async def anchor(n: int, order: Sequence[int], compare: Compare) -> Standing:
 async def elimination(n: int, order: Sequence[int], compare: Compare) -> Standing:
     """Seeded by meetings with an anchor, then a bracket of single elimination: 2(n - 1) comparisons.
 
-    The strongest seeds have the byes, and the two strongest can meet in the final alone. A level meeting goes to the stronger
-    seed; of equal seeds the earlier in `order` is the stronger. Those who leave in one round share their places.
+    The strongest seeds have the byes, and the two strongest can meet only in the final. The stronger seed wins a draw; between
+    equal seeds the earlier in `order` is the stronger. Samples that leave in one round share their places.
     """
     seeded = await anchor(n, order, compare)
-    strongest = sorted(order, key=lambda sample: -seeded.level[sample])  # stable: ties stay in order
+    # sorting is stable: ties stay in order
+    strongest = sorted(order, key=lambda sample: -seeded.level[sample])
     strength = {sample: -rank for rank, sample in enumerate(strongest)}
     size = 1 << (n - 1).bit_length()
     bracket = [strongest[place] if place < n else None for place in bracket_places(size)]
