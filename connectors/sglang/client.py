@@ -1,6 +1,6 @@
-"""A client of one engine that speaks SGLang's native protocol. Does not know which engine it talks to.
+"""A client of one engine that speaks SGLang's native protocol, SGLang or the embedded engine.
 
-Owns requests, answers and their errors; decides nothing about where a request goes or what is tried again.
+Owns requests, answers and their errors; does not choose engines and does not retry.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from millrace.core.waits.heartbeat import beat
 INFO_TIMEOUT_S = 30.0
 SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
 IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
-POLLS = 4  # per progress_timeout_s: a stall is noticed at most a quarter of it late
+POLLS = 4  # per progress_timeout_s, so a stall is noticed at most a quarter of it late
 ProgressCheck = Callable[[float, float], Awaitable[None]]
-"""Given when a request was sent and a timeout: raises EngineLostError if nothing was generated for that long since."""
+"""Gets the time when a request was sent and a timeout. Raises EngineLostError if no token was generated for that long."""
 OnPart = Callable[["Generation"], bool]
-"""Given what a request has so far, with the version of every token; whether it is to go on."""
+"""Gets a request's answer so far, with each token's version. Returns whether to continue."""
 KEEPS_REQUESTS = (
     0,
     5,
     23,
-)  # the first SGLang that flushes its cache while requests wait, and tells spans of versions
-ENDED_AS_ASKED = (None, 200)  # status of an aborted request; SGLang gives another only for a failure
-FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
-# Engines and their caches outlive a driver: the numbers of another process are others.
+)  # the first SGLang that can flush its cache while requests wait, and reports spans of versions
+ENDED_AS_ASKED = (None, 200)  # status of a request aborted on purpose; SGLang gives failures another
+FORGOTTEN = "released"  # the weight version of an engine without weights
+# Starts at random, since engines and their caches outlive a driver: two processes must not use the same numbers.
 _refits = itertools.count(secrets.randbits(48))
 
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """What an engine generated for one prompt: N tokens."""
+    """An engine's answer to one prompt: N tokens."""
 
     output_ids: npt.NDArray[np.int32]  # [N]
     logprobs: npt.NDArray[np.float64]  # [N]
@@ -58,13 +58,13 @@ class Generation:
     weight_versions: list[tuple[int, int]]  # first output token, weight version
     engine_id: str
     cached_tokens: int
-    pieces: int = 1  # requests that made it; the text of several is not that of their tokens together
-    cuts: tuple[int, ...] = ()  # first tokens of all of them but the first one
+    pieces: int = 1  # requests that made it; with several, `text` may differ from the text of all tokens
+    cuts: tuple[int, ...] = ()  # the first token of each request but the first
 
 
 @dataclass(frozen=True)
 class Handoff:
-    """Where the decoding engine meets the prefilling one, and their number for a request."""
+    """The address at which the decoding engine meets the prefilling one, and their number for a request."""
 
     host: str
     port: int
@@ -84,19 +84,17 @@ class EngineClient(Connection):
         self.weights = EngineWeights(self)
         self.in_flight = 0
         self.answered = 0
-        self.refit = next(_refits)  # a number that grows when it is given weights, and never comes again
-        self.refits_amid_requests = 0  # while it kept its requests
-        self.part = (
-            "null"  # of a request: prefill, decode, or null for both; known once weight_version was asked
-        )
-        self.bootstrap_port = 0  # where engines that decode meet it
-        self._paused = False  # by this client: SGLang's /server_info does not say
+        self.refit = next(_refits)  # grows with each weight update, and is never reused
+        self.refits_amid_requests = 0  # updates during which it kept its requests
+        self.part = "null"  # prefill, decode, or null for both; known after the first weight_version()
+        self.bootstrap_port = 0  # at which decoding engines meet it
+        self._paused = False  # by this client, since SGLang's /server_info does not tell
         self._polling = asyncio.Lock()
-        self._last_progress: Any = None  # as the last answered poll reported it
+        self._last_progress: Any = None  # in the last answered poll
         self._poll_error: EngineLostError | None = None  # why the last poll got no answer
         self._polled_at = 0.0
         self._answered_at = self._moved_at = time.monotonic()
-        self._was_paused = False  # at the last answered poll
+        self._was_paused = False  # in the last answered poll
 
     async def generate(
         self,
@@ -116,14 +114,13 @@ class EngineClient(Connection):
     ) -> Generation:
         """Generate once. Cancelling aborts the request at the engine.
 
-        on_part: called every so many tokens meanwhile. Where the weights changed amid the request and the engine tells only at
-        the end which made which token, the request is ended, so that it tells.
-
-        continued: how many of the last input ids are output of the same answer, made before; SGLang, whose noise goes by the
-        position in the whole, does not need it. priority: the smallest of those that wait comes first. cache_key: prefixes are
-        shared with requests of the same key alone.
-        session: what a router may keep together. check: asked instead of this engine's progress.
-        handoff: for an engine that only prefills, and the one that goes on from there.
+        on_part: called after every `every` tokens. If the weights change during the request and the engine reports only at the end
+        which version made which token, the request is ended early to get the report.
+        continued: the number of last input ids that are earlier output of the same answer. SGLang does not need it, since its
+        random numbers depend on the position in the whole.
+        priority: waiting requests with the smallest number come first. cache_key: shares prefixes only with requests of the same
+        key. session: requests that a router may keep on one engine. check: replaces the check of this engine's progress.
+        handoff: for an engine that only prefills and the engine that decodes.
         Raises EngineLostError if the engine is gone or makes no progress, EngineError if it refuses the request.
         """
         body = {
@@ -163,7 +160,7 @@ class EngineClient(Connection):
         return self._generation(answer, rid)
 
     def note_refit(self) -> None:
-        """Note that the engine is about to be given weights."""
+        """Record that the engine is about to get new weights."""
         self.refit = next(_refits)
 
     async def _streamed(
@@ -174,7 +171,7 @@ class EngineClient(Connection):
         on_part: OnPart,
         every: int,
     ) -> Any:
-        """The answer, of which the parts are reported while they come."""
+        """Post the request as a stream, report the parts of the answer as they arrive, and return the whole answer."""
         before, ending, whole = self.refits_amid_requests, False, StreamedAnswer()
         params = {**body["sampling_params"], "stream_interval": every}
         streamed = {**body, "sampling_params": params, "stream": True}
@@ -195,16 +192,16 @@ class EngineClient(Connection):
         return answer
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
-        """See that the engine generates. One that stays paused is given up too, but is not held to be stalled."""
+        """Raise an error if the engine makes no progress. An engine that stays paused is given up too, but not as stalled."""
         moved, paused = await self.last_moved(sent, timeout_s)
         if time.monotonic() - moved >= timeout_s:
             raise self.no_progress(timeout_s, paused)
 
     async def last_moved(self, since: float, timeout_s: float) -> tuple[float, bool]:
-        """When the engine was last found to have made something, `since` at the earliest, and whether it is paused.
+        """The time when the engine was last seen to progress, at least `since`, and whether it is paused.
 
-        One check serves all requests that ask at about the same time. One that fails may be the engine's being busy (it
-        compiles, say): raises EngineLostError only if all of them did for timeout_s.
+        One poll serves all requests that ask at about the same time. A poll may fail because the engine is busy, for example with
+        compiling, so this raises EngineLostError only if all polls have failed for timeout_s.
         """
         async with self._polling:
             if time.monotonic() - self._polled_at >= timeout_s / POLLS / 2:
@@ -227,14 +224,14 @@ class EngineClient(Connection):
         self._polled_at = time.monotonic()
 
     def no_progress(self, timeout_s: float, paused: bool) -> EngineLostError:
-        """The error of an engine that generates nothing."""
+        """The error for an engine that makes no progress."""
         message = f"{self.engine_id}: no token for {timeout_s:g} s (rollout.progress_timeout_s)"
         return EngineLostError(f"{message}: paused") if paused else EngineStalledError(message)
 
     def _generation(self, answer: Mapping[str, Any], rid: str) -> Generation:
-        """Raises EngineError for a log-probability that is no finite number: no step may be trained on it."""
+        """Parse an answer. Raises EngineError if a log-probability is not finite, since no step may train on it."""
         meta = answer["meta_info"]
-        reason = meta["finish_reason"] or {"type": "abort"}  # a part's
+        reason = meta["finish_reason"] or {"type": "abort"}  # a part of an answer has no reason
         finish = reason["type"]
         if finish == "abort" and reason.get("status_code") not in ENDED_AS_ASKED:
             raise EngineLostError(f"{self.engine_id}: {reason.get('message')}")
@@ -261,7 +258,7 @@ class EngineClient(Connection):
         )
 
     async def progress(self, timeout_s: float = INFO_TIMEOUT_S) -> tuple[Any, bool]:
-        """Something that changes while the engine generates, and whether it is paused."""
+        """A value that changes whenever the engine generates, and whether the engine is paused."""
         info = await self.server_info(min(timeout_s, INFO_TIMEOUT_S))
         counters = info.get("counters")
         return counters["tokens"] if counters else info.get("internal_states"), self._is_paused(info)
@@ -272,7 +269,7 @@ class EngineClient(Connection):
     # control
 
     async def health(self, timeout_s: float = 5.0, generating: bool = False) -> bool:
-        """Whether the server answers; with `generating`, whether it still makes tokens."""
+        """Whether the server answers; with `generating`, whether it still generates tokens."""
         try:
             await self.get("/health_generate" if generating else "/health", timeout_s)
         except EngineError:
@@ -285,7 +282,7 @@ class EngineClient(Connection):
         return info
 
     async def weight_version(self) -> int | None:
-        """The version the engine says it serves; None if it is none of the trainer's, or the engine is paused."""
+        """The weight version that the engine reports; None if the version is not the trainer's, or the engine is paused."""
         settings = await self.server_info()
         self.part = settings.get("disaggregation_mode") or "null"
         self.bootstrap_port = int(settings.get("disaggregation_bootstrap_port") or 0)
@@ -296,7 +293,7 @@ class EngineClient(Connection):
         return None if found < 0 else found
 
     async def check_keeps_requests(self) -> None:
-        """Raise EngineError for a server that cannot take weights while it keeps requests and tell which made which token."""
+        """Raise EngineError if the server cannot keep requests during a weight update and report each token's version."""
         info = await self.server_info()
         found = str(info.get("version", ""))
         if "counters" not in info and not keeps_requests(found):
@@ -307,17 +304,17 @@ class EngineClient(Connection):
             )
 
     async def forget_version(self) -> None:
-        """Have the engine serve no version of the trainer's until it is given one; it must be idle."""
+        """Let the engine report no version of the trainer's until its next update; it must be idle."""
         body = {"new_version": FORGOTTEN, "abort_all_requests": False}
         await self.post("/update_weight_version", body)
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
-        """Stop generating; what runs is kept unless aborted."""
-        self._paused = True  # also if no answer comes
+        """Stop generating. Running requests are kept, unless the mode is abort."""
+        self._paused = True  # also if the answer gets lost
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on generating."""
+        """Continue to generate."""
         await self.post("/continue_generation", {})
         self._paused = False
 
@@ -331,9 +328,9 @@ class EngineClient(Connection):
 
 
 def that_made(spans: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The spans (first token, weight version) that made any of the `count` tokens; of an answer without tokens the last one.
+    """The spans (first token, weight version) with at least one of the `count` tokens; without tokens, only the last span.
 
-    Weights that come and go while a request waits make none.
+    Versions that came and went while the request waited made no token.
     """
     ends = [first for first, _ in spans[1:]] + [count]
     found = [span for span, end in zip(spans, ends, strict=True) if end > span[0]]
@@ -341,11 +338,11 @@ def that_made(spans: Sequence[tuple[int, int]], count: int) -> list[tuple[int, i
 
 
 async def pause_for_update(client: EngineClient, on_update: OnUpdate) -> None:
-    """Pause an engine that is about to get other weights.
+    """Pause an engine before a weight update.
 
-    Requests are kept for retract and keep: EngineError for an engine that cannot. Else they are ended, and the engine is idle:
-    SGLang 0.5.17 dies when weights come while requests wait. What was ended is sent again by its dispatcher, unless a dead driver
-    sent it, or it was cancelled.
+    With retract and keep it keeps its requests; raises EngineError if the engine cannot. Otherwise the requests are ended first,
+    since SGLang 0.5.17 dies if weights arrive while requests wait. Their dispatcher sends them again, unless they were cancelled
+    or sent by a dead driver.
     """
     if on_update in ("retract", "keep"):
         await client.check_keeps_requests()
@@ -357,7 +354,7 @@ async def pause_for_update(client: EngineClient, on_update: OnUpdate) -> None:
 
 
 async def idle(client: EngineClient) -> None:
-    """End an engine's requests and wait until none runs: before, it refuses to flush its cache."""
+    """End an engine's requests, and flush its cache as soon as none runs: until then the engine refuses."""
     await client.abort()
     for _ in range(IDLE_TRIES):
         try:
@@ -370,7 +367,7 @@ async def idle(client: EngineClient) -> None:
 
 
 async def _watched(posting: Coroutine[Any, Any, Any], check: ProgressCheck, progress_timeout_s: float) -> Any:
-    """The answer, however long it takes, as long as `check` finds that tokens are generated at all."""
+    """Await the answer without a time limit, as long as `check` finds that the engine generates tokens."""
     running = asyncio.ensure_future(posting)
     sent = time.monotonic()
     try:
@@ -385,7 +382,7 @@ async def _watched(posting: Coroutine[Any, Any, Any], check: ProgressCheck, prog
 
 
 def _version(text: Any) -> int:
-    """A weight version as the trainer counts them; -1 for an engine's own name for its weights."""
+    """A weight version as the trainer's number; -1 for any other name."""
     try:
         return int(text)
     except (TypeError, ValueError):
@@ -393,7 +390,7 @@ def _version(text: Any) -> int:
 
 
 def keeps_requests(version: str) -> bool:
-    """Whether an SGLang of this version takes weights while it keeps requests, and tells which made which token."""
+    """Whether an SGLang of this version can keep requests during a weight update and report each token's version."""
     return _release(version) >= KEEPS_REQUESTS
 
 

@@ -1,4 +1,4 @@
-"""HTTP to one server: JSON requests, and which answer is an error of which kind. Knows no endpoint."""
+"""HTTP to one server: JSON requests, and the error for each kind of failure. Knows no endpoints."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from millrace.core.errors import EngineError, EngineLostError
 
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
-KEPT_S = 2.0  # that an idle connection is used again; SGLang closes one after 5, maybe as the next request is on its way
-LARGE = 32768  # bytes of an answer; a hundred of these at once would hold up the event loop
-READ_BYTES = 1 << 20  # of an answer that are taken before the socket waits
+# How long an idle connection is reused. SGLang closes one after 5 s, perhaps while the next request is on its way
+KEPT_S = 2.0
+LARGE = 32768  # bytes; larger answers are parsed in a thread, since many at once would block the event loop
+READ_BYTES = 1 << 20  # bytes of an answer that are buffered before the socket waits
 JSON = {"Content-Type": "application/json"}
 READING = ThreadPoolExecutor(
     1, "answers"
-)  # several would wait for one another; what stores rows has threads of its own
+)  # one, since several would wait for one another; the storage of rows has other threads
 Parse = Callable[[bytes], Any]
-"""Reads the JSON of an answer. Raises ValueError if it is none."""
+"""Parses the JSON of an answer. Raises ValueError if it is not JSON."""
 
 
 class Connection:
-    """A server at a base URL. `engine_id` names it in errors, `key` is sent with every request."""
+    """A server at a base URL. `engine_id`: its name in errors. `key`: sent with every request."""
 
     def __init__(self, url: str, engine_id: str, key: str | None = None) -> None:
         self.url = url
@@ -61,10 +62,10 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         parse: Parse = orjson.loads,
     ) -> Any:
-        """The answer: parsed if it is JSON, else its text.
+        """The answer, parsed if it is JSON, otherwise its text.
 
-        Raises EngineLostError if the server cannot be reached, is too slow or answers 5xx; EngineError for other statuses and for
-        what is no JSON.
+        Raises EngineLostError if the server cannot be reached, is too slow or answers 5xx; EngineError for other error statuses and
+        for broken JSON.
         """
         async with self._answer(verb, path, body, timeout_s, headers) as answer:
             if answer.content_type != "application/json":
@@ -79,7 +80,7 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         parse: Parse = orjson.loads,
     ) -> AsyncGenerator[Any, None]:
-        """The events of a streamed answer to a POST, parsed, however long they take. Raises as `send` does."""
+        """The parsed events of a streamed answer to a POST, without a time limit. Raises as `send` does."""
         async with self._answer("POST", path, body, None, headers) as answer:
             reader = EventReader()
             async for received in answer.content.iter_any():
@@ -98,7 +99,7 @@ class Connection:
         timeout_s: float | None,
         headers: Mapping[str, str] | None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer of a server that does not refuse. Raises as `send` does."""
+        """Open an answer with a good status. Raises as `send` does."""
         if self._closed:
             raise EngineLostError(f"{self.engine_id}: this connection is closed")
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
@@ -128,7 +129,7 @@ class Connection:
     def _parsed(self, body: bytes, path: str, parse: Parse) -> Any:
         try:
             return parse(body)
-        except ValueError as error:  # NaN, for one, is no JSON
+        except ValueError as error:  # such as NaN, which JSON does not have
             raise EngineError(f"{self.engine_id}: {path} answered with no JSON: {error}") from error
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Sends each request to the least loaded engine, keeps groups together, and tries elsewhere when one is lost.
+"""Sends each request to the least loaded engine, keeps groups together, and retries on another engine when one is lost.
 
-Owns that choice and the count of tries; JSON passes untouched. A token of
-another weight version than is allowed is never returned.
+Owns the choice of the engine and the number of attempts; JSON passes unchanged. Never returns a token of a weight version that is
+not allowed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 SESSIONS = 65536
-ABORT_EVERY_S = 0.1  # a request that is on its way to the engine is not there to be ended
+ABORT_EVERY_S = 0.1  # aborts are repeated, since a request may still be on its way to the engine
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine is, and what it asks for."""
+    """The URL and the key of an engine."""
 
     engine_id: str
     url: str
@@ -38,8 +38,8 @@ class EngineAddress:
 class Dispatcher:
     """Generates on engines that each serve one of the allowed weight versions.
 
-    Weights may change while requests run: a request that an update cut is sent again with the tokens that it has, and goes on
-    under the new weights. Each token keeps the version that made it.
+    Weights may change while requests run: a request that an update interrupted is sent again with its tokens so far, and
+    continues under the new weights. Each token keeps the version that made it.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class Dispatcher:
         newest: int | None = None,
         keyed: bool = False,
     ) -> None:
-        """keyed: requests share prefixes only with those of the same version, where caches outlive an update. version: that the engines are brought to where they have none that is allowed. oldest, newest: allowed; else it alone."""
+        """version: the version to load into engines that serve none of the allowed. oldest, newest: the allowed versions, by default only
+        `version`. keyed: requests share prefixes only with requests of the same version, since caches outlive an update.
+        """
         self.version = version
         self.allowed = range(
             version if oldest is None else oldest, (version if newest is None else newest) + 1
@@ -69,11 +71,11 @@ class Dispatcher:
         self._recovering: asyncio.Task[None] | None = None
         self._mark_suspect = mark_suspect
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._failing: set[tuple[str, type]] = set()  # engines that answered nothing since they so failed
+        self._failing: set[tuple[str, type]] = set()  # engine and error, until the engine answers again
         self._keyed = keyed
         self._stopped = False
         self._least = LeastLoad(())
-        self._in_flight: dict[str, EngineClient] = {}  # by request id of the attempt
+        self._in_flight: dict[str, EngineClient] = {}  # by the attempt's request id
 
     async def generate(
         self,
@@ -88,9 +90,9 @@ class Dispatcher:
     ) -> Generation:
         """Generate one sample. Raises EngineError after all attempts, naming the last cause.
 
-        flush: stores its tokens meanwhile. What it has of an engine that is lost is kept too.
-        continued: how many of the last input ids are output of an earlier part of the answer; what is returned follows on them.
-        priority: among requests that wait at an engine, the smallest first. After `stop` it ends as "abort", with what there is.
+        flush: stores the tokens meanwhile; stored tokens of an engine that is lost are kept.
+        continued: the number of last input ids that are output of an earlier part of the answer; the result continues them.
+        priority: waiting requests with the smallest number come first. After `stop`, returns the tokens so far as "abort".
         """
         last: EngineError | None = None
         made, sent, tries = NOTHING, 0, 0
@@ -100,7 +102,7 @@ class Dispatcher:
             engine = None if self._stopped else await self._engine(session)
             if self._stopped:
                 return replace(made, finish="abort")
-            if engine is None:  # another request's loss took it since the recovery
+            if engine is None:  # since the recovery another request has lost the engine
                 last = EngineError("no engine serves; see the engines' logs")
                 tries += 1
                 continue
@@ -142,17 +144,17 @@ class Dispatcher:
         raise EngineError(f"{last} (attempt {self.attempts} of rollout.attempts)")
 
     def addresses(self) -> list[EngineAddress]:
-        """Where the engines are that serve now."""
+        """The addresses of the engines that serve now."""
         return [EngineAddress(engine.engine_id, engine.url, engine.key) for engine in self._engines()]
 
     def mark_lost(self, engine_id: str, url: str, error: EngineLostError) -> None:
-        """Note that another process lost a request on an engine, unless it was replaced since."""
+        """Record that another process lost a request on an engine, unless the engine has been replaced."""
         for engine in self._engines():
             if (engine.engine_id, engine.url) == (engine_id, url):
                 self._mark_suspect(engine, error)
 
     async def stop(self) -> None:
-        """End all requests: each `generate` returns what was made so far, as aborted. Nothing is generated after it."""
+        """End all requests for good: each `generate` returns its tokens so far, as aborted."""
         self._stopped = True
         while self._in_flight:
             ending = [self._abort(name, engine) for name, engine in self._in_flight.items()]
@@ -161,7 +163,7 @@ class Dispatcher:
 
     @property
     def serving(self) -> list[EngineClient]:
-        """Engines that serve an allowed version now."""
+        """The engines that now serve an allowed version."""
         return list(self._engines())
 
     @property
@@ -179,27 +181,28 @@ class Dispatcher:
             self._least.ended(engine)
 
     def _refit(self, engine: EngineClient) -> int:
-        """Number of the newest weights that whoever answers a request sent now may have."""
+        """The `refit` number of the newest weights that may answer a request sent now."""
         return engine.refit
 
     def _cache_key(self, engine: EngineClient) -> str | None:
         return f"weights:{self._refit(engine)}" if self._keyed else None
 
     async def _abort(self, name: str, engine: EngineClient) -> None:
-        """End a request that was sent to an engine, wherever it runs."""
+        """End a request that was sent to an engine."""
         await self._abort_at(name, [engine])
 
     async def _abort_at(self, name: str, engines: Iterable[EngineClient]) -> None:
         await asyncio.gather(*(self._abort_one(name, engine) for engine in engines))
 
     async def _abort_one(self, name: str, engine: EngineClient) -> None:
-        with contextlib.suppress(EngineError):  # its request finds that the engine is lost
+        with contextlib.suppress(EngineError):  # the request itself notices that the engine is lost
             await engine.abort(name)
 
     def _note_failure(self, engine: EngineClient, error: EngineError, rid: str, tries: int) -> None:
         self.retries += 1
         failure = engine.engine_id, type(error)
-        repeated = failure in self._failing  # an engine that dies loses all its requests at once
+        # a dying engine loses all its requests at once, and one warning is enough
+        repeated = failure in self._failing
         self._failing.add(failure)
         level = logging.DEBUG if repeated else logging.WARNING
         log.log(level, "request %s, attempt %d of %d: %s", rid, tries, self.attempts, error)
@@ -228,7 +231,7 @@ class Dispatcher:
         )
 
     async def _engine(self, session: str | None) -> EngineClient | None:
-        """One that serves; if another request's loss has left none, once they are rebuilt. None if that left none either."""
+        """An engine that serves. If none does, waits for a recovery first; None if there is still none."""
         engine = self._choose(session)
         if engine is None:
             await self._recovered()
@@ -236,7 +239,7 @@ class Dispatcher:
         return engine
 
     async def _recovered(self) -> None:
-        """Wait for a recovery: one serves all that ask for it meanwhile."""
+        """Wait for a recovery, which all requests that need one share."""
         if self._recovering is None or self._recovering.done():
             self._recovering = asyncio.ensure_future(self._recover(self.version))
         await asyncio.shield(self._recovering)
@@ -259,5 +262,5 @@ class Dispatcher:
 
 
 def least_loaded(engines: Iterable[EngineClient]) -> EngineClient:
-    """The one with the fewest requests in flight."""
+    """The engine with the fewest requests in flight."""
     return min(engines, key=lambda engine: (engine.in_flight, engine.engine_id))

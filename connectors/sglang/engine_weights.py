@@ -1,6 +1,6 @@
-"""What an engine is asked about its weights and the memory that they take: SGLang's endpoints, typed.
+"""SGLang's endpoints for weights and their memory, typed.
 
-Owns request bodies, refusals, and how checksums of two engines are compared; knows nothing of when an engine is to be updated.
+Owns request bodies, refusals, and the comparison of two engines' checksums; knows nothing of when an engine is updated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class EngineWeights:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.flushes = True  # whether the prefix cache is forgotten with an update
+        self.flushes = True  # whether an update clears the prefix cache
 
     async def update_from_disk(self, path: str, version: int) -> None:
         """Load a Hugging Face folder as a weight version."""
@@ -32,13 +32,13 @@ class EngineWeights:
     async def update_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
         """Load one bucket: one payload (millrace.connectors.sglang.wire.bucket_payload) per GPU of the engine.
 
-        The last bucket carries the version. When this returns, the engine has copied what the payload points at.
+        The last bucket carries the version. When this returns, the engine has copied the tensors that the payload points to.
         """
         body = {"serialized_named_tensors": list(payloads), "disable_draft_model": True}
         await self._take_bucket("/update_weights_from_tensor", body, version)
 
     async def join_group(self, host: str, port: int, rank: int, size: int, name: str, backend: str) -> None:
-        """Have the engine's GPUs, `rank` being the first, join a group of `size` that meets at an address."""
+        """Let the engine's GPUs, from `rank` on, join a group of `size` that meets at an address."""
         body = {
             "master_address": host,
             "master_port": port,
@@ -74,7 +74,7 @@ class EngineWeights:
             raise EngineError(f"{self._connection.engine_id}: {refusal}: {answer.get('message')}")
 
     async def bracket_update(self, what: Literal["begin", "end"]) -> None:
-        """Bracket an update from buckets, as servers since 0.5.21 require; older ones have no such endpoint (404)."""
+        """Mark the start or end of an update from buckets, as servers since 0.5.21 require; older ones answer 404."""
         try:
             await self._connection.post(f"/{what}_weight_update", {})
         except EngineError as error:
@@ -82,7 +82,7 @@ class EngineWeights:
                 raise
 
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Give GPU memory back; the engine must be idle."""
+        """Release GPU memory; the engine must be idle."""
         await self._connection.post("/release_memory_occupation", {"tags": list(tags)} if tags else {})
 
     async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -95,7 +95,7 @@ class EngineWeights:
         return answer
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probabilities of prompts' own tokens but the first, at temperature 1; NaN for what is no number."""
+        """Log-probabilities of each prompt's tokens except the first, at temperature 1; NaN for a missing number."""
         body = {
             "input_ids": [list(ids) for ids in prompts],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -108,21 +108,21 @@ class EngineWeights:
 
 
 def differing_tensors(one: Any, other: Any) -> list[str]:
-    """Names of the tensors that differ in two answers with checksums; SGLang's answer has them once per GPU."""
+    """Names of the tensors that differ in two answers with checksums. SGLang's answer lists each tensor once per GPU."""
     left, right = _tensors(one), _tensors(other)
     places = {**left, **right}
     return list(dict.fromkeys(place[-1] for place in places if left.get(place) != right.get(place)))
 
 
 def describe_difference(index: int, before: Any, after: Any) -> str:
-    """The tensors of one engine that differ, in words."""
+    """The differing tensors of one engine, as text for a message."""
     names = differing_tensors(before, after)
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"engine-{index} in {', '.join(names[:NAMED]) or 'tensors that it does not name'}{more}"
 
 
 def _tensors(answer: Any, *place: str) -> dict[tuple[str, ...], Any]:
-    """Every checksum of a tensor, by its place in the answer, which ends with the tensor's name."""
+    """All checksums by their path in the answer, whose last part is the tensor's name."""
     if place and place[-1] == "checksums":
         return {(*place, name): value for name, value in answer.items()}
     items = (

@@ -1,6 +1,6 @@
-"""An engine that runs outside the run, known by its address, as an EngineHandle.
+"""An EngineHandle for an external engine, known only by its address.
 
-Owns waiting for it to answer. It is never started, ended or given options here; whoever runs it starts it again.
+Owns waiting for it to answer. Never starts, ends or configures it; the person who runs it restarts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ExternalEngine:
         assert config.engines.kind == "external"
         self.url = config.engines.addresses[index].rstrip("/")
         self._key = resolved(config.engines.key, "engines.key")
-        self._waits = 0  # times it was waited for; an engine of the run would have been started
+        self._waits = 0  # times it was waited for, reported as starts
         self._given_up = False
         self._released: list[str] = []
 
@@ -45,17 +45,17 @@ class ExternalEngine:
         }
 
     async def kill(self) -> None:
-        """Give it up until it is waited for again."""
+        """Count it as dead until `start` waits for it again."""
         self._given_up = True
 
     async def note_released(self, tags: list[str]) -> None:
-        """Remember which GPU memory it has given back."""
+        """Record which GPU memory it has released."""
         self._released = list(tags)
 
     async def download(self, url: str) -> str:
-        """Raises EngineError: nothing can be copied to where it runs."""
+        """Raises EngineError: files cannot be copied to an external engine's host."""
         raise EngineError(
-            f"engine {self.index} at {self.url}: {url} cannot be copied to where an external engine runs; set sync.directory to a "
+            f"engine {self.index} at {self.url}: {url} cannot be copied to the host of an external engine; set sync.directory to a "
             "folder that both sides see"
         )
 
@@ -63,7 +63,7 @@ class ExternalEngine:
         """Nothing was downloaded."""
 
     async def start(self, model: str) -> ServerState:
-        """Its state once it answers; it must serve `model`. Raises EngineError after engines.start_timeout_s."""
+        """Wait until it answers, and return its state. It must serve `model`. Raises EngineError after engines.start_timeout_s."""
         self._waits += 1
         self._given_up, self._released = False, []
         deadline = time.monotonic() + self.config.engines.start_timeout_s

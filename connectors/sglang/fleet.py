@@ -1,7 +1,7 @@
-"""All engines of a run: started, watched, restarted within their budget, and brought to a weight version.
+"""All engines of a run: starts, watches and restarts them within their budget, and brings them to a weight version.
 
-Owns clients and which engine may serve (core.engine_health); it gets the handles on the processes from its caller. An engine
-serves only after it has confirmed the version it is meant to have.
+Owns clients and which engine may serve (core.engine_health); the caller provides the processes' handles. An engine serves only
+after it has confirmed the version that it should have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from millrace.core.errors import ActorLostError, EngineError, EngineLostError, E
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 30.0  # SGLang's /health generates a token
 PHASES = ("wake", "pause", "load", "resume", "confirm")
-WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's names for memory that it can give back
+WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's names for memory that it can release
 
 
 class Fleet:
@@ -47,9 +47,9 @@ class Fleet:
         router: Callable[[], Awaitable[RouterHandle]] | None = None,
         make_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`make_room` is called before an engine's process starts: SGLang sizes its KV cache by the memory that is free.
+        """`make_room` is called before an engine's process starts, since SGLang sizes its KV cache by the free memory.
 
-        Where engines sleep (RunConfig.engines_sleep), an engine that has started gives its memory back at once.
+        If engines sleep (RunConfig.engines_sleep), an engine releases its memory right after its start.
         """
         self.config = config
         self._logs = partial(log_folder, config.storage.root, config.run.name)
@@ -60,8 +60,8 @@ class Fleet:
         self._handles: dict[int, EngineHandle] = {}
         self._clients: dict[int, EngineClient] = {}
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
-        self._changes = 0  # of any engine's health; one that gets another client has been unhealthy
-        self._released: dict[int, list[str]] = {}  # tags of GPU memory that engines have given back
+        self._changes = 0  # of any engine's health, which also changes when an engine gets another client
+        self._released: dict[int, list[str]] = {}  # tags of GPU memory that engines have released
         self._model = config.model.path
         self._router = Router(router, self._restarts.count) if router and config.engines.router else None
 
@@ -73,16 +73,17 @@ class Fleet:
     # life
 
     async def ensure(self, model: str) -> None:
-        """Have every engine's process running and answering, and the router's; none is suspect then.
+        """Make every engine's process, and the router's, run and answer. Afterwards no engine is suspect.
 
-        Raises BudgetError when the restart budget is spent. If one fails the others are waited for: none still starts then.
+        Raises BudgetError when the restart budget is spent. After an error it still waits for the others, so that none is starting.
         """
         self._model = model
         for result in await asyncio.gather(*map(self._ensure_one, self._health), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
         if any(health.state is State.SUSPECT for health in self._health.values()):
-            await self.ensure(model)  # one that lost a request meanwhile may be well, and go on with the rest
+            # an engine lost a request meanwhile, and must be checked again before it may serve
+            await self.ensure(model)
         elif self._router:
             await self._router.ensure({client.url: client.key for client in self._clients.values()})
 
@@ -104,7 +105,7 @@ class Fleet:
                     try:
                         with starting(log, f"engine-{index}"):
                             state = await handle.start(self._model)
-                    except EngineLostError:  # killed as it started: that counts as any other death
+                    except EngineLostError:  # killed during its start, which counts as a death
                         continue
                     if not await self._answers(index, state):
                         continue
@@ -119,7 +120,7 @@ class Fleet:
                 self._restarts.count(f"engine-{index}", str(error))
 
     async def attach(self, handles: Mapping[int, EngineHandle]) -> None:
-        """Adopt engines that run already, and start none. One that lives but does not answer is ended."""
+        """Adopt running engines, without starting any. An engine that lives but does not answer is killed."""
         for index, handle in handles.items():
             self._handles[index] = handle
             try:
@@ -130,7 +131,7 @@ class Fleet:
             self._released[index] = state.get("released", [])
 
     async def _alive(self, index: int, handle: EngineHandle) -> ServerState:
-        """State of an engine's process, after it was killed if it lived and did not answer."""
+        """The state of an engine's process. A process that lives but does not answer is killed first."""
         state = await handle.state()
         if state["alive"] and not await self._answers(index, state):
             await handle.kill()
@@ -138,7 +139,7 @@ class Fleet:
         return state
 
     async def _answers(self, index: int, state: ServerState) -> bool:
-        """Whether the engine there answers; one that is new here, or suspect, reports which version it serves."""
+        """Whether the engine answers. A new or suspect engine is asked for the version that it serves."""
         url, key = state["url"], state["key"]
         assert url is not None, "an engine that lives has a URL"
         client = self._clients.get(index)
@@ -161,17 +162,17 @@ class Fleet:
             log.warning("%s", error)
             self._lost[index] = str(error)
             return False
-        if self._health[index].state is State.DEAD:  # a request on it stalled in the meantime
+        if self._health[index].state is State.DEAD:  # meanwhile a request on it stalled
             return False
         self._lost.pop(index, None)
         self._record_event(index, Event.ANSWERED)
         if version is not None and not (new and self.config.engines.kind == "external"):
-            # an external engine's number may be another run's
+            # the version of a new external engine may be another run's number
             self._record_event(index, Event.CONFIRMED, version)
         return True
 
     async def _drop(self, index: int, died: bool = True) -> None:
-        """Use this engine's connections no more; what is in flight on them is lost."""
+        """Close this engine's connections; requests in flight on them are lost."""
         if died:
             self._record_event(index, Event.DIED)
         client = self._clients.pop(index, None)
@@ -179,7 +180,7 @@ class Fleet:
             await client.close()
 
     def mark_suspect(self, client: EngineClient, error: EngineLostError) -> None:
-        """Send nothing to an engine that lost a request until `ensure` has checked it; a stalled one is replaced."""
+        """Send no requests to an engine that lost one until `ensure` has checked it. A stalled engine is replaced."""
         for index, held in self._clients.items():
             if held is client:
                 self._lost[index] = str(error)
@@ -194,7 +195,7 @@ class Fleet:
     # weights
 
     def unconfirmed(self, version: int, oldest: int | None = None) -> list[int]:
-        """Engines that have not confirmed a version; given the oldest that is allowed, none from it on."""
+        """Engines that have not confirmed `version`; with `oldest`, engines that have confirmed none from `oldest` to `version`."""
         allowed = range(version if oldest is None else oldest, version + 1)
         return [i for i, health in self._health.items() if not any(map(health.serves, allowed))]
 
@@ -205,12 +206,12 @@ class Fleet:
         only: list[int] | None = None,
         on_update: OnUpdate = "finish",
     ) -> dict[str, float]:
-        """Load a version into engines and have each confirm it; seconds by phase.
+        """Load a version into engines and let each confirm it; returns seconds by phase.
 
-        on_update: what becomes of requests in flight. With finish there are none that matter; with resend their dispatchers send
-        them again. retract and keep need an engine that can: EngineError if it cannot.
-        `source`: a Hugging Face folder or its URL, or another way to load. An engine lost on the way is restarted and tried
-        again, within the restart budget. Raises StorageError, with no engine touched, if a URL cannot be read.
+        on_update: the treatment of requests in flight. With finish none of them matters; with resend their dispatchers send them
+        again; with retract and keep the engine keeps them, and EngineError is raised if it cannot.
+        `source`: a Hugging Face folder or its URL, or another way to load. An engine lost meanwhile is restarted and updated again,
+        within the restart budget. Raises StorageError, before any engine is touched, if a URL cannot be read.
         """
         left = only if only is not None else sorted(self._clients)
         seconds = dict.fromkeys(PHASES, 0.0)
@@ -265,7 +266,7 @@ class Fleet:
                     self.mark_suspect(client, result)
                     del clients[index]
                 elif isinstance(result, EngineError):
-                    refusal = result  # raised after the engines go on
+                    refusal = result  # raised once the engines have resumed
                 elif isinstance(result, BaseException):
                     raise result
         if refusal:
@@ -275,7 +276,7 @@ class Fleet:
                 raise EngineError(
                     f"engine-{index} confirms weight version {answer}, not {version}, which it was sent"
                 )
-            if self._health[index].state is State.REFITTING:  # no request was lost on it in the meantime
+            if self._health[index].state is State.REFITTING:  # it lost no request meanwhile
                 self._record_event(index, Event.CONFIRMED, version)
 
     async def checksums(self, engines: list[int]) -> dict[int, Any]:
@@ -307,9 +308,9 @@ class Fleet:
     # GPU memory
 
     async def sleep(self, only: list[int] | None = None) -> None:
-        """Have engines give back their GPU memory; requests that still run are ended. None serves until its next update.
+        """Let engines release their GPU memory; running requests are ended. An engine serves again only after its next update.
 
-        The engine itself forgets its version, so that no driver, however late, believes it to hold those weights.
+        The engine itself forgets its version, so that no later driver takes it to hold the weights.
         """
         for index, client in list(self._clients.items()):
             if only is not None and index not in only:
@@ -324,7 +325,7 @@ class Fleet:
                 await self._note_released(index, [WEIGHTS, CACHE])
                 await client.weights.release_memory(held)
             except EngineLostError as error:
-                log.warning("%s; its memory is wanted, so it is ended", error)
+                log.warning("%s; its memory is needed, so it is ended", error)
                 self._lost[index] = str(error)
                 with contextlib.suppress(ActorLostError):
                     await self._handles[index].kill()
@@ -333,7 +334,7 @@ class Fleet:
             self._record_event(index, Event.REFIT)
 
     async def wake(self) -> bool:
-        """Have engines take all their memory again, which must be free by now; False if none had given any back."""
+        """Let engines take back all their memory, which must be free; False if no engine had released any."""
         asleep = [client for index, client in self._clients.items() if self._released.get(index)]
         results = await asyncio.gather(
             *(self._take_memory(client, WEIGHTS, CACHE) for client in asleep), return_exceptions=True
@@ -369,7 +370,7 @@ class Fleet:
         oldest: int | None = None,
         newest: int | None = None,
     ) -> Dispatcher:
-        """A dispatcher over the engines that serve a version; given others, over those that serve one from `oldest` to `newest`."""
+        """A dispatcher over the engines that serve `version`, or any version from `oldest` to `newest`."""
         rollout = self.config.rollout
         allowed = range(version if oldest is None else oldest, (version if newest is None else newest) + 1)
 
@@ -396,7 +397,7 @@ class Fleet:
         return Dispatcher(every, recover, self.mark_suspect, **settings)
 
     async def close(self) -> None:
-        """Close connections; processes are left to their actors."""
+        """Close connections. The processes stay with their actors."""
         clients, self._clients = list(self._clients.values()), {}
         self._health = {index: EngineHealth() for index in self._health}
         self._changes += 1

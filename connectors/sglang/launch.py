@@ -1,4 +1,4 @@
-"""Command lines of the servers: the embedded engine, SGLang and sglang-router with any of their own options.
+"""Command lines of the servers: the embedded engine, SGLang and sglang-router, the latter two with all their options.
 
 Owns how configuration becomes arguments and environment. SGLang's options are checked against the installed version's
 ServerArgs.
@@ -30,21 +30,21 @@ ROUTER_MISSING = (
     "sglang-router is not installed",
     "pip install 'millrace[router]', or leave it out: millrace's dispatcher needs nothing",
 )
-ENGINE_KEY = "MILLRACE_ENGINE_KEY"  # as the embedded engine reads it
-FOREVER_S = 10 * 365 * 24 * 3600  # deadlines look at progress, not at the clock
-HTTP_PROXIES = ("HTTP_PROXY", "ALL_PROXY")  # in capitals or not
+ENGINE_KEY = "MILLRACE_ENGINE_KEY"  # the variable that the embedded engine reads
+FOREVER_S = 10 * 365 * 24 * 3600  # no time limit: millrace checks progress instead
+HTTP_PROXIES = ("HTTP_PROXY", "ALL_PROXY")  # in upper or lower case
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
 
 def engine_kind(config: RunConfig, gpus: int) -> str:
-    """embedded or sglang; auto takes sglang where there is a GPU."""
+    """The kind of engine, embedded or sglang. auto is sglang if there is a GPU."""
     if config.engines.kind != "auto":
         return config.engines.kind
     return "sglang" if gpus else "embedded"
 
 
 def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str]:
-    """Start the embedded engine on a free port that it tells in a file. Raises ConfigError if it is to prefill only."""
+    """Start the embedded engine on a free port, which it writes to a file. Raises ConfigError if it should only prefill."""
     e = config.engines
     assert e.kind in ("auto", "embedded")
     if e.prefill:
@@ -69,9 +69,9 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
 
 
 def write_sglang_keys(folder: Path, key: str) -> Path:
-    """A file for SGLang's --config that has it ask for a key, in a folder that only this user can read.
+    """Write a file for SGLang's --config with the key that requests must bring, in a folder that only this user can read.
 
-    Every user of the machine sees a command line. SGLang reads the file before it answers.
+    A file, since every user of the machine can see command lines. SGLang has read it by the time that it answers.
     """
     path = folder / "keys.yaml"
     path.write_text(json.dumps({"api-key": key, "admin-api-key": key}))
@@ -83,7 +83,7 @@ def sglang_command(
 ) -> list[str]:
     """Start SGLang engine `index` on the GPUs that its process sees.
 
-    bootstrap_port: where engines that decode meet this one if it only prefills. keys: what write_sglang_keys wrote. Raises
+    bootstrap_port: at which decoding engines meet this one if it only prefills. keys: the file of write_sglang_keys. Raises
     ConfigError for an option that the installed version does not have.
     """
     e = config.engines
@@ -106,7 +106,8 @@ def sglang_command(
         command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]
     if config.engines_sleep:
         command.append("--enable-memory-saver")
-        if e.sglang.get("speculative_algorithm"):  # nobody gives a draft model its weights again
+        # weight updates do not restore a draft model, so SGLang must keep its weights
+        if e.sglang.get("speculative_algorithm"):
             command.append("--enable-draft-weights-cpu-backup")
     if e.prefill:
         command += ["--disaggregation-mode", "prefill" if index < e.prefill else "decode"]
@@ -116,9 +117,9 @@ def sglang_command(
 
 
 def router_command(config: RunConfig, port: int, metrics_port: int) -> list[str]:
-    """Start sglang-router without engines: they are added later, with their keys.
+    """Start sglang-router without engines, which are added later with their keys.
 
-    It makes no request again (nobody could tell such a sample), and judges no engine: that is the fleet's.
+    It never retries a request, since a retried sample could not be recognised. It does not check engines either: the fleet does.
     """
     router = config.engines.router
     assert router is not None
@@ -137,12 +138,12 @@ def router_command(config: RunConfig, port: int, metrics_port: int) -> list[str]
 
 
 def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_s: float) -> dict[str, str]:
-    """The server's environment: its own Python path where one is named, /health that answers at once, CUDA's runtime.
+    """The server's environment: a separate Python path if one is named, an immediate /health, CUDA's runtime, addresses and timeouts.
 
-    SGLang pins versions that other parts do not take: with MILLRACE_SGLANG_PYTHONPATH it lives in a folder of its own.
-    The memory saver loads CUDA's runtime library by name, which pip puts where the loader does not look. Engines that hand
-    KV caches to each other listen at `address`, where the server does, and UCX nowhere else if that is loopback; a request
-    waits for room where it is decoded as long as that makes progress, and for its cache as long as an engine may stall.
+    SGLang pins versions that conflict with other packages, so MILLRACE_SGLANG_PYTHONPATH may name a separate folder with it.
+    The memory saver loads CUDA's runtime library by name, and pip puts the library into a folder that the loader does not search.
+    Engines that exchange KV caches listen at `address`, like the server; if that is loopback, UCX uses loopback only. A request
+    waits for room on the decoding engine without a limit, and for its KV cache as long as an engine may make no progress.
     """
     environment = dict(given)
     environment.setdefault("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", str(FOREVER_S))
@@ -160,9 +161,9 @@ def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_
 
 
 def without_http_proxy(given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a server: it asks the others of its run over plain HTTP, at addresses that no proxy can reach.
+    """The environment without HTTP proxies: a server reaches the run's other servers over plain HTTP, and a proxy cannot.
 
-    What it fetches from elsewhere comes over HTTPS, whose proxy stays.
+    The proxy for HTTPS stays, by which the server downloads from elsewhere.
     """
     environment = {name: value for name, value in given.items() if name.upper() not in HTTP_PROXIES}
     for name in ("ALL_PROXY", "all_proxy"):
@@ -179,14 +180,14 @@ def _cuda_runtime() -> list[str]:
 
 
 def _options(options: dict[str, Any]) -> list[str]:
-    """engines.sglang as arguments. Raises ConfigError for the first that the installed version does not take."""
+    """engines.sglang as arguments. Raises ConfigError for the first that the installed version does not accept."""
     for problem in option_problems(options):
         raise ConfigError(str(problem))
     return option_arguments(options)
 
 
 def no_room(config: RunConfig, cache: bool) -> str:
-    """A hint that SGLang, which ends when too little memory is free, does not give. cache: it was to take its KV cache again."""
+    """A hint for when SGLang has ended because too little memory is free. cache: it was to take back its KV cache."""
     ways = []
     if cache:
         share = config.engines.sglang.get("mem_fraction_static", "its default")

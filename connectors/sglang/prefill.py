@@ -1,6 +1,6 @@
-"""A request on two engines at once: one prefills it, the other decodes it with the KV cache that SGLang moves between them.
+"""Sends a request to two engines at once: one prefills, the other decodes with the KV cache that SGLang moves between them.
 
-Owns pairing them. The tokens are the decoding engine's; the prefilling one's answer says only that it did its part.
+Owns the pairing. The tokens come from the decoding engine; the prefilling engine's answer only confirms its part.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROOM_BITS = 63
 
 
 class PairingDispatcher(Dispatcher):
-    """Chooses engines that prefill as a Dispatcher does, so that a group's prompt is prefilled once, and the least loaded
-    of those that decode. When a request is lost both become suspect, since either may have failed it."""
+    """Chooses the prefilling engine as a Dispatcher does, so that a group's prompt is prefilled once, and the least loaded decoding
+    engine. When a request is lost both engines become suspect, since either may have failed."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PairingDispatcher(Dispatcher):
         decoder = least_loaded(self._decoding())
         handoff, pair = _meet(engine, decoder), (engine, decoder)
         for one in pair:
-            one.in_flight += 1  # before the first wait: requests come in bursts
+            one.in_flight += 1  # before the first await, since requests come in bursts
         tasks = [
             asyncio.ensure_future(
                 one.generate(
@@ -85,7 +85,7 @@ class PairingDispatcher(Dispatcher):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if any(version not in self.allowed for _, version in prefilled.weight_versions):
-            return prefilled  # whose version the caller refuses
+            return prefilled  # the caller refuses its version
         return replace(decoded, cached_tokens=prefilled.cached_tokens)
 
     async def _abort(self, name: str, engine: EngineClient) -> None:
@@ -95,7 +95,7 @@ class PairingDispatcher(Dispatcher):
         return max((one.refit for one in [*self._engines(), *self._decoding()]), default=engine.refit)
 
     def _check_of(self, *pair: EngineClient) -> ProgressCheck:
-        """Asks whether either engine makes progress: one may wait for the other for as long as that has other work."""
+        """A check that either engine makes progress: one may wait for the other while that has other work."""
 
         async def check(sent: float, timeout_s: float) -> None:
             found = await asyncio.gather(*(engine.last_moved(sent, timeout_s) for engine in pair))
@@ -113,7 +113,7 @@ class PairingDispatcher(Dispatcher):
 
 
 def _meet(prefill: EngineClient, decode: EngineClient) -> Handoff:
-    """Where and under which number the two meet. Raises EngineError for engines that were not started for this."""
+    """The address and number at which the two meet. Raises EngineError if an engine was not started for this."""
     for engine, wanted in ((prefill, "prefill"), (decode, "decode")):
         if engine.part != wanted:
             raise EngineError(

@@ -1,6 +1,6 @@
-"""The server process of one engine, or of the router: classes that become Ray actors, whose servers die with them.
+"""The server process of one engine or of the router, held by a Ray actor. The server dies with its actor.
 
-Owns starting, watching and ending the process, its log and what is copied to its node; knows nothing of requests.
+Owns starting, watching and ending the process, its log, and the files copied to its node; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from millrace.core.errors import EngineError, EngineLostError
 from millrace.core.waits.heartbeat import beat
 
 PR_SET_PDEATHSIG = 1
-PORT_TAKEN = "address already in use"  # what the end of a server's log says then
+PORT_TAKEN = "address already in use"  # in the end of the server's log
 PORT_TRIES = 3
-# a node's own server is behind no proxy
+# the server is on the same node, so a proxy from the environment must not answer for it
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 Launch = tuple[
@@ -56,7 +56,7 @@ class _ServerHolder:
     def __init__(self, config: dict[str, Any], name: str) -> None:
         self.config = RunConfig.model_validate(config)
         self.log = log_folder(self.config.storage.root, self.config.run.name) / f"{name}.log"
-        # of this run alone: in an actor its namespace is the run's identity
+        # different for each run: in an actor MILLRACE_RUN is the namespace, which is the run's identity
         self._identity = os.environ.get("MILLRACE_RUN", self.config.run.name)
         self.starts = 0
         host = self.config.engines.host
@@ -64,10 +64,10 @@ class _ServerHolder:
         self.address = os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1") if everywhere else host
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
-        self._key = secrets.token_hex(32)  # hexadecimal: no value that a command line takes for an option
+        self._key = secrets.token_hex(32)  # hexadecimal, since a command line must not take it for an option
 
     def state(self) -> ServerState:
-        """Whether the process lives and has answered, and where."""
+        """Whether the process lives and has answered, and its address."""
         process = self._process
         alive = process is not None and process.poll() is None and self._url is not None
         return {
@@ -80,11 +80,11 @@ class _ServerHolder:
         }
 
     def _run(self, what: str, launch: Callable[[], Launch]) -> None:
-        """Start the server and wait until it answers at its port, which may be known only later.
+        """Start the server and wait until it answers at its port, which may become known only later.
 
-        A port that was free when it was chosen may be taken once the server binds it, and servers choose some themselves:
-        such a start is made again with other ports. Raises EngineLostError if it is killed, EngineError with the end of its log
-        if it dies for another reason or stays silent for engines.start_timeout_s.
+        A port may be taken between its choice and the server's binding, and servers choose some ports themselves, so a start that
+        fails for a taken port is repeated with other ports. Raises EngineLostError if the server is killed, EngineError with the
+        end of its log if it dies for another reason or does not answer within engines.start_timeout_s.
         """
         for left in reversed(range(PORT_TRIES)):
             if self._started(what, *launch(), may_try_again=left > 0):
@@ -99,11 +99,11 @@ class _ServerHolder:
         *,
         may_try_again: bool,
     ) -> bool:
-        """Whether it answers; false if it ended for want of a port and may try again."""
+        """True once the server answers; False if it ended because a port was taken, and another try is allowed."""
         self.starts += 1
         self.log.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         with self.log.open("ab") as out:
-            os.fchmod(out.fileno(), PRIVATE_FILE)  # SGLang writes its arguments there, and the key is one
+            os.fchmod(out.fileno(), PRIVATE_FILE)  # SGLang logs its arguments, and with them the key
             self._process = subprocess.Popen(
                 command,
                 stdout=out,
@@ -126,13 +126,13 @@ class _ServerHolder:
                 patience = (
                     f"did not answer in engines.start_timeout_s = {self.config.engines.start_timeout_s:g}"
                 )
-                killed = code is not None and code < 0  # by a signal: nothing in its log says why
+                killed = code is not None and code < 0  # by a signal, so its log has no reason
                 raise (EngineLostError if killed else EngineError)(
                     f"{what} {patience if code is None else f'ended with {code}'}; the end of {self.log}:\n{self._tail()}",
                     remedy="correct what the log names, or raise engines.start_timeout_s if it was still loading, and start "
                     "the same command again: what finished is kept",
                 )
-            beat()  # this wait has a deadline of its own
+            beat()  # this wait has another deadline
             time.sleep(0.05)
 
     def stop(self) -> None:
@@ -148,7 +148,7 @@ class _ServerHolder:
         self._process = self._url = None
 
     def kill(self) -> None:
-        """End the server at once, whatever it does."""
+        """Kill the server."""
         if self._process:
             self._process.kill()
             self._process.wait()
@@ -165,25 +165,25 @@ class EngineServer(_ServerHolder):
     def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
         super().__init__(config, f"engine-{index}")
         self.index = index
-        self._released: list[str] = []  # tags of GPU memory that the server has given back
+        self._released: list[str] = []  # tags of GPU memory that the server has released
         self._download: str | None = None  # this node's copy of a folder in storage
 
     def state(self) -> ServerState:
-        """Whether the process lives, where it answers, and what memory it has given back."""
+        """Whether the process lives, its address, and the memory that it has released."""
         return {**super().state(), "index": self.index, "released": list(self._released)}
 
     def note_released(self, tags: list[str]) -> None:
-        """Remember which memory the server has given back: a driver that comes later must take it again."""
+        """Record which memory the server has released, since a later driver must take it back."""
         self._released = list(tags)
 
     def start(self, model: str) -> ServerState:
-        """Start the server on a model folder unless it lives; returns `state` once it answers."""
+        """Start the server on a model folder unless it lives; returns `state` once the server answers."""
         if self.state()["alive"]:
             return self.state()
         self._released = []
         kind = engine_kind(self.config, visible_gpus())
         what = f"engine {self.index} ({kind})"
-        with temporary_folder("millrace-engine") as folder:  # nobody else can read in it
+        with temporary_folder("millrace-engine") as folder:  # no other user can read in it
             launch = self._embedded if kind == "embedded" else self._sglang
             self._run(what, partial(launch, model, Path(folder)))
         return self.state()
@@ -201,7 +201,7 @@ class EngineServer(_ServerHolder):
         return command, lambda: port, sglang_environment(os.environ, self.address, patience)
 
     def download(self, url: str) -> str:
-        """Copy a folder from storage to this node, where it stays until `remove_download`; returns its path."""
+        """Copy a folder from storage to this node and return its path. The copy stays until `remove_download`."""
         self.remove_download()
         store, name = split_url(url)
         self._download = own_folder(f"millrace-{self._identity}-engine-{self.index}")
@@ -209,7 +209,7 @@ class EngineServer(_ServerHolder):
         return self._download
 
     def remove_download(self) -> None:
-        """Remove what was downloaded."""
+        """Remove the downloaded folder."""
         if self._download:
             remove_own_folder(self._download)
         self._download = None
@@ -222,7 +222,7 @@ class RouterServer(_ServerHolder):
         super().__init__(config, "router")
 
     def start(self) -> ServerState:
-        """Start the router, which knows no engine yet, unless it lives; returns `state` once it answers."""
+        """Start the router, without engines, unless it lives; returns `state` once it answers."""
         if not self.state()["alive"]:
             self._run("sglang-router", self._launch)
         return self.state()
@@ -234,7 +234,7 @@ class RouterServer(_ServerHolder):
 
 
 def _die_with_parent() -> None:
-    """In the child: die when the actor dies. The thread that forks must outlive the server, as actor threads do."""
+    """Run in the child: die with the actor. The thread that forks must outlive the server, as actor threads do."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,9 +1,9 @@
-"""Requests through sglang-router: its process kept running, its workers exactly the engines that serve.
+"""Sends requests through sglang-router: keeps its process running, and its workers equal to the engines that serve.
 
-Owns what stands between a dispatcher and the router; the router's policy chooses the engine. Version 0.3.2 parses a request and
-writes it again, without fields that it does not know and with numbers in 32 bits; it passes the answer on unchanged. It has no
-control endpoints and does not say which engine answered. Requests on a removed worker run to their end; a request whose client
-has gone ends at the engine.
+Owns the code between a dispatcher and the router; the router's policy chooses the engine. Version 0.3.2 parses a request and
+writes it again, without fields that it does not know and with numbers in 32 bits. It returns the answer unchanged. It has no
+control endpoints and does not report which engine answered. Requests on a removed worker run to their end; if a client disconnects,
+its request ends at the engine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from millrace.core.errors import ActorLostError, EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 NAME = "sglang-router"
-Keys = Mapping[str, str | None]  # what each engine asks for, by its URL
+Keys = Mapping[str, str | None]  # each engine's key, by its URL
 PROBE_TIMEOUT_S = 10.0
 SETTLE_TIMEOUT_S, SETTLE_WAIT_S = 10.0, 0.005
-# sampling_params that it passes on; it drops the others silently.
+# sampling_params that the router passes on; it drops others silently.
 PASSED = {
     *("temperature", "top_p", "top_k", "min_p", "sampling_seed", "n", "max_new_tokens", "min_new_tokens"),
     *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens", "json_schema", "regex"),
@@ -42,12 +42,12 @@ class RouterClient(EngineClient):
         return {worker["url"]: worker for worker in answer["workers"]}
 
     async def add(self, url: str, key: str | None) -> None:
-        """Ask that a worker get requests, with its key; it does some time later."""
+        """Ask the router to add a worker with its key. It takes effect some time later."""
         body = {"url": url, **({"api_key": key} if key else {})}
         await self.post("/workers", body, PROBE_TIMEOUT_S)
 
     async def remove(self, worker_id: str) -> None:
-        """Ask that a worker get no more requests; what it runs goes on."""
+        """Ask the router to send a worker no more requests; its running requests continue."""
         await self.send("DELETE", f"/workers/{worker_id}", None, PROBE_TIMEOUT_S)
 
 
@@ -61,12 +61,12 @@ class Router:
         self._restarting = restarting
         self._handle: RouterHandle | None = None
         self._client: RouterClient | None = None
-        self._workers: Keys | None = None  # as last seen; None: to be asked
-        self._added: dict[str, str | None] = {}  # keys with which workers were added
+        self._workers: Keys | None = None  # as last seen; None: ask the router
+        self._added: dict[str, str | None] = {}  # keys by the added workers' URLs
         self._settling = asyncio.Lock()
 
     async def ensure(self, engines: Keys) -> None:
-        """Have it running and answering; a new one knows these engines."""
+        """Make the router run and answer. A new one gets these engines."""
         while True:
             try:
                 if self._handle is None:
@@ -100,7 +100,7 @@ class Router:
         return await self._client.health(PROBE_TIMEOUT_S)
 
     async def send_to(self, engines: Callable[[], Sequence[EngineClient]]) -> RouterClient:
-        """The router, when its workers are the engines that serve. Raises EngineLostError if it cannot be had."""
+        """Wait until the router's workers are the engines that serve, and return it. Raises EngineLostError if that fails."""
         async with self._settling:
             wanted = {engine.url: engine.key for engine in engines()}
             if not wanted or self._client is None:
@@ -112,7 +112,7 @@ class Router:
             return self._client
 
     async def _settle(self, wanted: Keys) -> None:
-        """Wait until the workers are those wanted. One whose key is another now is removed and added."""
+        """Wait until the workers are the wanted ones. A worker whose key has changed is removed and added again."""
         client = self._client
         assert client is not None
         asked: set[str] = set()
@@ -142,14 +142,14 @@ class Router:
         return self._client is not None and await self._client.health(timeout_s)
 
     async def close(self) -> None:
-        """Close connections; the process is left to its actor."""
+        """Close connections. The process stays with its actor."""
         client, self._client, self._workers, self._added = self._client, None, None, {}
         if client:
             await client.close()
 
 
 class RoutedDispatcher(Dispatcher):
-    """Generates through the router. Which engine has a request is unknown: a lost one makes all suspect."""
+    """Generates through the router. It does not tell which engine has a request, so a lost request makes all engines suspect."""
 
     def __init__(
         self,
@@ -207,8 +207,8 @@ class RoutedDispatcher(Dispatcher):
         return max((one.refit for one in self._engines()), default=engine.refit)
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
-        """Check that engines generate, each once per period for all callers. One that does not becomes suspect; its requests
-        are reported lost when it is replaced. Raises EngineLostError if the router is gone."""
+        """Check that engines generate, each once per period for all callers. An engine without progress becomes suspect; its
+        requests are reported as lost when it is replaced. Raises EngineLostError if the router is gone."""
         async with self._checking:
             if time.monotonic() - self._checked_at < timeout_s / POLLS:
                 return
@@ -225,7 +225,7 @@ class RoutedDispatcher(Dispatcher):
             self._checked_at = time.monotonic()
 
     async def _stuck(self, engine: EngineClient, timeout_s: float) -> EngineLostError | None:
-        """The error of an engine that made no token for timeout_s and makes none now; None if it works."""
+        """The error for an engine that made no token for timeout_s and makes none now; None if it works."""
         try:
             moved, paused = await engine.last_moved(self._began, timeout_s)
         except EngineLostError as error:

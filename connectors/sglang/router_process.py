@@ -1,8 +1,8 @@
-"""sglang-router's process: its own launcher, with the key that requests must bring.
+"""sglang-router's process: its launcher, with the key that requests must bring.
 
     python -m millrace.connectors.sglang.router_process OPTIONS OF sglang_router.launch_router
 
-The key comes in the environment, since every user of the machine sees a command line.
+The key is passed in the environment, since every user of the machine can see command lines.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def main() -> None:
 
     args = parse_router_args(sys.argv[1:])
     args.api_key = os.environ.pop(KEY)
-    # without one the router lets the pages of every origin read its answers
+    # without allowed origins the router lets every web page read its answers
     args.cors_allowed_origins = args.cors_allowed_origins or [f"http://{args.host}:{args.port}"]
-    if args.policy == "power_of_two":  # it starts with two workers or not at all; these never answer
+    # power_of_two needs two workers to start, so it gets two that never answer
+    if args.policy == "power_of_two":
         args.worker_urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     launch_router(args)
 

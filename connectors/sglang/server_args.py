@@ -1,7 +1,7 @@
-"""SGLang's ServerArgs as the installed version has them, and how their values go onto its command line.
+"""The ServerArgs of the installed SGLang, and how their values become its command line.
 
-Owns where SGLang is found. Its source is read and not imported: that takes CUDA's packages, and SGLang may live in a
-folder of its own.
+Owns finding SGLang. Parses its source without an import, which would need CUDA's packages; also, SGLang may be in a separate
+folder.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from typing import Any
 
 from millrace.core.config.parts.problems import Problem, nearest
 
-PYTHON_PATH = "MILLRACE_SGLANG_PYTHONPATH"  # where the server's process alone finds SGLang
-UNTOLD = "as installed"  # the version where pip left none
+PYTHON_PATH = "MILLRACE_SGLANG_PYTHONPATH"  # a folder with SGLang that only the server's process uses
+UNTOLD = "as installed"  # the version if pip recorded none
 BOOLEAN = ("bool", "Optional[bool]", "bool | None")
 
 
 @dataclass(frozen=True)
 class ServerArg:
-    """A field of ServerArgs, as far as its command line goes."""
+    """A field of ServerArgs, as needed for the command line."""
 
     flag: str
-    boolean: bool | None  # true or false and nothing else; None: that too
-    off: bool  # false is what it is when not given
-    negated: bool  # there is a --no- flag
-    parsed: bool  # SGLang parses its value, which is one argument even if it is a list
+    boolean: bool | None  # True: only true or false; None: also other values
+    off: bool  # its default is false
+    negated: bool  # it has a --no- flag
+    parsed: bool  # SGLang parses the value, so that even a list is one argument
 
 
-GRAPHS = ("cuda_graph", "disable_cuda_graph", "disable_decode_cuda_graph")  # how options about them start
+GRAPHS = ("cuda_graph", "disable_cuda_graph", "disable_decode_cuda_graph")  # prefixes of options for graphs
 LARGEST_GRAPH = (
     "cuda_graph_max_bs_decode",
     "cuda_graph_max_bs",
-)  # its name from SGLang 0.5.17 on, and before
-MOST_GRAPHS = 512  # requests: each graph takes memory and time at the start, and larger batches hide the cost of launches
+)  # its name since SGLang 0.5.17, and before
+# Requests in a batch. Each graph takes memory and start time, and larger batches hide the cost of kernel launches
+MOST_GRAPHS = 512
 
 
 def sglang_finds(package: str) -> bool:
-    """Whether a server would find a package: in SGLang's own folder, or beside millrace."""
+    """Whether a server would find a package, in SGLang's separate folder or beside millrace."""
     return bool(_folders(package)) or bool(importlib.util.find_spec(package))
 
 
 def _folders(package: str) -> list[Path]:
-    """Folders of a package as a server would find it."""
+    """The folders in which a server would find a package."""
     named = [Path(folder) / package for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
     own = [folder for folder in named if folder.is_dir()]
     if own:
@@ -59,7 +60,7 @@ def _folders(package: str) -> list[Path]:
 
 
 def server_args() -> tuple[str, dict[str, ServerArg]]:
-    """The version of SGLang that a server would find, and its fields by name; none where its source cannot be read."""
+    """The version of SGLang that a server would find, and its fields by name; no fields if the source cannot be read."""
     for folder in _folders("sglang"):
         path = folder / "srt" / "server_args.py"
         if path.is_file():
@@ -80,7 +81,7 @@ def _fields(source: str) -> dict[str, ServerArg]:
 
 
 def _field(name: str, annotation: ast.expr, default: ast.expr | None) -> ServerArg:
-    """A field's annotation is its type, or A[type, Arg(...), ...] (Annotated)."""
+    """Parse a field. Its annotation is its type, or A[type, Arg(...), ...] (Annotated)."""
     kind, given = annotation, {}
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("A", "Annotated"):
         assert isinstance(annotation.slice, ast.Tuple)
@@ -99,7 +100,7 @@ def _field(name: str, annotation: ast.expr, default: ast.expr | None) -> ServerA
 
 
 def option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Fields of engines.sglang that the installed SGLang does not have, or does not take on its command line."""
+    """Fields of engines.sglang that the installed SGLang does not have, or does not accept on its command line."""
     version, known = server_args() if options else (UNTOLD, {})
     for name, value in options.items() if known else ():
         field, arg = f"engines.sglang.{name}", known.get(name)
@@ -120,9 +121,9 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def decode_graphs(options: Mapping[str, Any], concurrency: int) -> dict[str, int]:
-    """SGLang's option for the largest batch that decodes by CUDA graphs: as many requests as an engine has at once.
+    """SGLang's option for the largest batch with CUDA graphs in decoding: the number of requests that an engine has at once.
 
-    Nothing where `options` say anything about these graphs, or the installed SGLang has no such option.
+    Empty if `options` already set these graphs, or the installed SGLang has no such option.
     """
     if any(name.startswith(GRAPHS) and "prefill" not in name for name in options):
         return {}
@@ -131,7 +132,7 @@ def decode_graphs(options: Mapping[str, Any], concurrency: int) -> dict[str, int
 
 
 def option_arguments(options: Mapping[str, Any]) -> list[str]:
-    """engines.sglang, in which option_problems finds none, as arguments."""
+    """engines.sglang as arguments; option_problems must have found no problem."""
     known = server_args()[1] if options else {}
     arguments: list[str] = []
     for name, value in options.items():
@@ -147,7 +148,7 @@ def option_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def argument(flag: str, value: Any) -> list[str]:
-    """One option: true is the flag alone, a list is its elements, and mappings are JSON. Nothing where it is off."""
+    """One option: true gives only the flag, a list its elements, and a mapping JSON. Empty if the option is off."""
     if value is None or value is False:
         return []
     if value is True:

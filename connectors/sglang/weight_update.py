@@ -1,6 +1,6 @@
 """Ways to load weights into engines: a folder, a folder in storage, buckets on shared GPUs, buckets broadcast by rank 0.
 
-Owns which engine GPU gets what, the group of a broadcast, and what becomes of engines when one is lost on the way. Knows
+Owns which weights each engine GPU gets, the group of a broadcast, and the handling of engines when one is lost meanwhile. Knows
 nothing of how buckets are made, nor of which engine may serve.
 """
 
@@ -29,14 +29,14 @@ from millrace.core.errors import (
 )
 
 BUCKET_TIMEOUT_S = 60.0  # longest broadcast of one bucket
-LATE_S = 10.0  # how much longer engines have
+LATE_S = 10.0  # how much longer engines may take
 
 Clients = Mapping[int, EngineClient]  # by engine index
-Results = list[Any]  # of each engine, in the order of the clients: an error, or anything else for success
+Results = list[Any]  # one per engine, in the order of the clients: an error, or anything else for success
 Load = Callable[[Clients, int], Awaitable[Results]]
 """Loads a weight version into engines."""
 BucketStream = Callable[[], AsyncIterator[Sequence[WeightBucket]]]
-"""One pass over all weights: every rank's copy of one bucket after the other."""
+"""One pass over all weights, bucket by bucket; each item has every rank's copy of a bucket."""
 _SendBucket = Callable[[Sequence[WeightBucket], list[int], int | None], Awaitable[Results]]
 
 
@@ -62,7 +62,7 @@ def load_from_folder(directory: str) -> Load:
 async def load_from_storage(url: str, handles: Mapping[int, EngineHandle], seconds: dict[str, float]) -> Load:
     """Copies a folder in storage to each engine's node, while it still generates; loads the copies, then removes them.
 
-    Adds to `seconds` what the copies took (fetch). Raises StorageError, with no engine touched, if the URL cannot be read.
+    Adds the copies' time (fetch) to `seconds`. Raises StorageError, before any engine is touched, if the URL cannot be read.
     """
     started = time.perf_counter()
     results = await asyncio.gather(
@@ -107,9 +107,9 @@ async def _remove_download(index: int, handle: EngineHandle) -> None:
 
 
 def load_by_ipc(stream: BucketStream, gpus: int, seconds: dict[str, float]) -> Load:
-    """Hands each GPU of each engine its rank's copy of every bucket: rank i on GPU i. An engine has `gpus` GPUs.
+    """Gives GPU i of each engine rank i's copy of every bucket. An engine has `gpus` GPUs.
 
-    Adds to `seconds` the time to fill buckets (gather) and the time until engines have taken them (transfer).
+    Adds to `seconds` the time to fill buckets (gather) and the time until engines have them (transfer).
     """
 
     async def load(clients: Clients, version: int) -> Results:
@@ -138,8 +138,8 @@ def load_by_broadcast(
 ) -> Load:
     """Broadcasts every bucket from trainer rank 0 to all GPUs of all engines, `gpus` each.
 
-    Adds to `seconds` as `load_by_ipc` does, and the time to form the group (group), which stays while the engines are the
-    same. An engine lost during a broadcast leaves the others waiting for it: they are given up as well.
+    Adds the same times to `seconds` as `load_by_ipc`, and the time to form the group (group), which is kept while the engines stay
+    the same. If an engine is lost during a broadcast, the others wait for it, and are given up too.
     """
 
     async def load(clients: Clients, version: int) -> Results:
@@ -172,7 +172,7 @@ def load_by_broadcast(
 async def _load_buckets(
     clients: Clients, version: int, stream: BucketStream, send: _SendBucket, seconds: dict[str, float]
 ) -> Results:
-    """Send every bucket to the engines that have not failed; the last carries the version."""
+    """Send every bucket to all engines that have not failed. The last bucket carries the version."""
     failed: dict[int, BaseException] = {}
     await _bracket(clients, "begin", failed)
     mark = time.perf_counter()
@@ -192,7 +192,7 @@ async def _load_buckets(
 async def _joined_group(
     clients: Clients, source: BroadcastSource, gpus: int
 ) -> tuple[str, dict[int, BaseException]]:
-    """The name of a group of rank 0 and these engines, formed unless it is open already; and who failed to join."""
+    """Form a group of rank 0 and these engines, unless it exists; returns its name, and the errors of engines that did not join."""
     members = [client.url for client in clients.values()]
     current = await source.group()
     if current and current.members == members:
@@ -220,9 +220,9 @@ async def _joined_group(
 async def _within(
     seconds: float, calls: list[Coroutine[Any, Any, None]], main: asyncio.Future[None]
 ) -> Results:
-    """None or an error for each engine's call, made beside `main`, which is rank 0's.
+    """None or an error for each engine's call. The calls run beside `main`, rank 0's call.
 
-    What is not done in time, or soon after another failed, has stalled. Raises TrainerStalledError if `main` stalls.
+    A call that does not end in time, or soon after another one failed, has stalled. Raises TrainerStalledError if `main` stalls.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     everything = {main, *tasks}

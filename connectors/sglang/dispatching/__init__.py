@@ -1,1 +1,1 @@
-"""What the dispatcher works with: the least loaded engine, the pieces of an answer, and their storage meanwhile."""
+"""Parts of the dispatcher: the choice of the least loaded engine, the pieces of an answer, and their storage meanwhile."""

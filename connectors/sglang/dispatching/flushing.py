@@ -1,6 +1,6 @@
-"""Answers under way are stored segment by segment, so that little of a long one is generated again after a kill.
+"""Stores unfinished answers segment by segment, so that little of a long answer is generated again after a kill.
 
-Owns when a segment is due, and that no engine runs far ahead of what is stored. Knows nothing of requests or files.
+Owns when a segment is due, and that no engine runs far ahead of storage. Knows nothing of requests or files.
 
     engine   tokens ->  |----|----|----|--        an event every `interval` tokens
     storage  segments   |====|====|               written meanwhile, one after the other
@@ -16,38 +16,38 @@ from typing import Any, Protocol
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatching.pieces import joined, segment
 
-PARTS = 4  # events in rollout.flush_tokens: at the third that is unstored the engine is halted, which takes a moment
+PARTS = 4  # events per rollout.flush_tokens; the engine is halted at the third unstored one, since halting takes a moment
 
 
 class SegmentStore(Protocol):
-    """Where segments of one answer are stored, in their order."""
+    """Stores the segments of one answer, in their order."""
 
     def put(self, segment: Generation) -> Callable[[], bool]:
-        """Have a segment stored. What is returned says whether it is by now."""
+        """Start to store a segment. Returns a function that tells whether it is stored."""
         ...
 
     async def settled(self) -> None:
-        """Wait until what was put is stored."""
+        """Wait until all segments are stored."""
         ...
 
 
 class Flush:
-    """Stores one answer while it is generated. Segments meet: each begins where the one before it ended."""
+    """Stores one answer while it is generated. Each segment starts at the end of the previous one."""
 
     def __init__(self, tokens: int, store: SegmentStore) -> None:
-        """tokens: at most that are generated again after a kill (rollout.flush_tokens)."""
+        """tokens: at most this many are generated again after a kill (rollout.flush_tokens)."""
         self.interval = max(1, tokens // PARTS)
         self._most = tokens - 2 * self.interval
         self._store = store
         self._put = self._stored = 0  # tokens
         self._pending: list[
             tuple[int, Callable[[], bool]]
-        ] = []  # tokens up to the end of a segment, whether it is stored
+        ] = []  # number of tokens at the end of a segment, and whether it is stored
 
     def take(self, made: Generation, least: int = 1) -> bool:
-        """Store what of the answer is not, if it is at least so many tokens; whether the engine may go on.
+        """Store the unstored tokens of the answer, if there are at least `least`; returns whether the engine may continue.
 
-        made: of the answer since it was asked for, with the version of every token.
+        made: the answer so far, with each token's version.
         """
         length = len(made.output_ids)
         if length - self._put >= max(1, least):
@@ -58,26 +58,26 @@ class Flush:
         return length - self._stored <= self._most
 
     async def settled(self) -> None:
-        """Wait until what was taken is stored."""
+        """Wait until all segments are stored."""
         await self._store.settled()
 
 
 class Parts:
-    """Takes the parts of one request."""
+    """Receives the parts of one request's answer."""
 
     def __init__(self, before: Generation, flush: Flush, allowed: range) -> None:
-        """before: what of the answer earlier requests made. allowed: weight versions."""
+        """before: the part of the answer from earlier requests. allowed: weight versions."""
         self.made, self.halted = before, False
         self._before, self._flush, self._allowed = before, flush, allowed
 
     @property
     def wanted(self) -> dict[str, Any]:
-        """What a client is given, to report the parts."""
+        """Arguments that make a client report the parts."""
         return {"on_part": self._take, "every": self._flush.interval}
 
     def _take(self, part: Generation) -> bool:
         if any(version not in self._allowed for _, version in part.weight_versions):
-            return True  # whose answer is refused
+            return True  # not stored, since the whole answer will be refused
         self.made = joined(self._before, part)
         self.halted = not self._flush.take(self.made, self._flush.interval)
         return not self.halted

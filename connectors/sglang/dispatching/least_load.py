@@ -1,6 +1,6 @@
-"""Which of many engines has the fewest requests, without a look at each for every request.
+"""Finds the engine with the fewest requests without looking at all engines for every request.
 
-Owns a heap of what was known of each engine's load. Knows nothing of which engines serve: another is made when that changes.
+Owns a heap of each engine's last known load. Knows nothing of which engines serve: a change needs a new object.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Callable, Sequence
 from millrace.connectors.sglang.client import EngineClient
 
 Engines = list[EngineClient]
-Entry = tuple[int, str]  # requests in flight when it was noted, then the id
+Entry = tuple[int, str]  # requests in flight at the time of the entry, then the engine's id
 
 
 class LeastLoad:
-    """Chooses by load, among equals by id. Requests that others send are seen after as many choices as there are engines."""
+    """Chooses by load, then by id. Notices requests of other senders after at most as many choices as there are engines."""
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = engines
         self.by_id = {engine.engine_id: engine for engine in engines}
         self._heap: list[Entry] = []
-        self._left = 0  # choices until all loads are looked at again
+        self._left = 0  # choices until all loads are read again
 
     def choose(self) -> EngineClient:
-        """The engine that the next request goes to; it counts as sent."""
+        """The engine for the next request, which counts as sent."""
         if not self._left:
             self._heap = [(engine.in_flight, engine.engine_id) for engine in self.engines]
             heapq.heapify(self._heap)
@@ -39,13 +39,13 @@ class LeastLoad:
             heapq.heapreplace(self._heap, (engine.in_flight, name))
 
     def ended(self, engine: EngineClient) -> None:
-        """Note that a request of an engine is over. One that another of its name has replaced is none to choose."""
+        """Record that a request of an engine has ended. Ignores an engine that was replaced by another with its name."""
         if self.by_id.get(engine.engine_id) is engine and len(self._heap) < 4 * len(self.engines):
             heapq.heappush(self._heap, (engine.in_flight, engine.engine_id))
 
 
 def until_changed(changes: Callable[[], int], find: Callable[[], Engines]) -> Callable[[], Engines]:
-    """Finds engines again only where `changes` counts more than it did: the same list else."""
+    """A cached `find`: calls it again only after `changes` has increased, and otherwise returns the same list."""
     kept: tuple[int, Engines] = (-1, [])
 
     def found() -> Engines:

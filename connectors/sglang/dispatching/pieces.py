@@ -1,4 +1,4 @@
-"""Pieces of one answer that several requests made: put together, and cut. Each token keeps the version that made it. Pure."""
+"""Joins and cuts the pieces of one answer that several requests made. Each token keeps the version that made it. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def joined(before: Generation, after: Generation) -> Generation:
     """Two pieces of an answer as one."""
     if not len(before.output_ids):
         return after
-    if not len(after.output_ids):  # cut before its first token: its weights made none
+    if not len(after.output_ids):  # interrupted before its first token, so its version made none
         return replace(before, finish=after.finish, pieces=before.pieces + after.pieces)
     return replace(
         after,
@@ -35,7 +35,7 @@ def joined(before: Generation, after: Generation) -> Generation:
 def joined_spans(
     before: list[tuple[int, int]], after: list[tuple[int, int]], at: int
 ) -> list[tuple[int, int]]:
-    """Spans (first token, weight version) of two pieces, of which the second begins at token `at`; neighbours of one version are one."""
+    """Spans (first token, weight version) of two pieces, the second from token `at` on. Neighbours of one version are merged."""
     spans = list(before)
     for first, version in after:
         if not spans or spans[-1][1] != version:
@@ -44,15 +44,15 @@ def joined_spans(
 
 
 def shortened(params: Mapping[str, Any], made: int) -> dict[str, Any]:
-    """Sampling parameters of what is left of an answer of which so many tokens are made."""
+    """Sampling parameters for the rest of an answer that has `made` tokens."""
     left = {**params, "max_new_tokens": params.get("max_new_tokens", 0) - made}
-    if params.get("min_new_tokens"):  # a row, or a turn, may have room for fewer
+    if params.get("min_new_tokens"):  # at most the room that a row or turn has left
         left["min_new_tokens"] = max(0, min(params["min_new_tokens"] - made, left["max_new_tokens"]))
     return left
 
 
 def segment(made: Generation, start: int) -> Generation:
-    """The tokens of an answer from `start` on. Its text is not known: that of a part of the tokens may be no text."""
+    """The tokens of an answer from `start` on. Has no text, since a part of the tokens may not decode to text."""
     inside = [(max(0, first - start), version) for first, version in made.weight_versions]
     spans = [span for span, after in zip(inside, [*inside[1:], (1, 0)], strict=True) if after[0] > 0]
     return replace(
@@ -65,16 +65,16 @@ def segment(made: Generation, start: int) -> Generation:
     )
 
 
-PATTERN_REACH = 64  # tokens after a cut in which an end by `stop_regex` that began before it is looked for
+PATTERN_REACH = 64  # tokens after a cut that are searched for a `stop_regex` match that starts before the cut
 
 
 def ended_at_stop(
     made: Sequence[int], new: Generation, params: Mapping[str, Any], text_of: Callable[[Sequence[int]], str]
 ) -> Generation:
-    """The answer without what follows on a stop text that began before a cut and ended after it.
+    """The answer, ended at the first stop text that starts before a cut and ends after it.
 
-    SGLang looks for stops in the tokens of a request alone, and what was made before is input of the next one. made: the tokens
-    before `new`. params: of the first request.
+    SGLang misses such a stop: it searches only the tokens of one request, and earlier tokens are input of the next one. made: the
+    tokens before `new`. params: of the first request.
     """
     texts, patterns = params.get("stop") or (), params.get("stop_regex") or ()
     if not (texts or patterns):
@@ -98,7 +98,7 @@ def ended_at_stop(
 
 
 def _cut_to(made: Generation, length: int, text: str) -> Generation:
-    """The first tokens of an answer, which ended there by itself."""
+    """The first tokens of an answer, as if it had stopped there."""
     return replace(
         made,
         output_ids=made.output_ids[:length],

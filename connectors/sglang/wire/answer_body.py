@@ -1,6 +1,6 @@
-"""The JSON of an answer to /generate, with its tokens as arrays.
+"""Parses the JSON of an answer to /generate, with its tokens as arrays.
 
-Owns how the pairs [log-probability, token id, null] are read without a list a token. Knows nothing of requests or engines.
+Owns parsing the pairs [log-probability, token id, null] without a Python list per token. Knows nothing of requests or engines.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# a quoted name before a colon is a key: in a text its quotes would be escaped
+# a quoted name before a colon is a key, since inside a text its quotes would be escaped
 PAIRS = re.compile(rb'"output_token_logprobs"\s*:\s*\[\s*\[')
 IDS = re.compile(rb'"output_ids"\s*:\s*\[')
-LONG = 16384  # bytes of pairs that are read as columns, which costs a tenth of a millisecond however short they are
-WORD = 8  # bytes that numpy compares, or reads as digits, at once
+LONG = 16384  # bytes; shorter answers are not parsed as columns, which always costs a tenth of a millisecond
+WORD = 8  # bytes that numpy compares or parses at once
 COMMA, ZERO = ord(","), np.uint64(0x3030303030303030)
-BETWEEN = np.uint64(int.from_bytes(b",null],[", "little"))  # a pair's token id and the next pair
-LAST = b",null"  # of the last pair
-MOST_BYTES = 2**31 - WORD  # of an answer whose places Arrow's strings can name
+BETWEEN = np.uint64(int.from_bytes(b",null],[", "little"))  # between a token id and the next pair
+LAST = b",null"  # after the last token id
+MOST_BYTES = 2**31 - WORD  # Arrow's string offsets have 32 bits
 
 Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class OutputTokens:
-    """N tokens that an engine generated, and their log-probabilities; NaN where the engine gave none."""
+    """N generated tokens and their log-probabilities; NaN for a missing one."""
 
     ids: npt.NDArray[np.int32]  # [N]
     logprobs: npt.NDArray[np.float64]  # [N]
@@ -41,9 +41,9 @@ NO_TOKENS = OutputTokens(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float
 
 
 def read_answer(body: bytes) -> Any:
-    """The answer, with OutputTokens at meta_info.output_token_logprobs; output_ids, which says the same, is null.
+    """Parse an answer, with OutputTokens at meta_info.output_token_logprobs. output_ids, which repeats the ids, becomes null.
 
-    Raises ValueError for what is no JSON, or if the pairs are none of numbers.
+    Raises ValueError if it is not JSON, or if the pairs do not hold numbers.
     """
     pairs = PAIRS.search(body)
     if pairs is None:
@@ -61,7 +61,7 @@ def read_answer(body: bytes) -> Any:
 
 
 def _end_of_pairs(body: bytes, start: int) -> tuple[int, int]:
-    """Where the last pair's bracket closes, and where the list is over. There is no text in between."""
+    """The position of the last pair's closing bracket, and the end of the list. Log-probabilities contain no text."""
     quote = body.find(b'"', start)
     outer = body.rfind(b"]", start, quote if quote >= 0 else len(body))
     last = body.rfind(b"]", start, max(outer, start))
@@ -71,20 +71,20 @@ def _end_of_pairs(body: bytes, start: int) -> tuple[int, int]:
 
 
 def _read_pairs(body: bytes, start: int, end: int) -> OutputTokens:
-    """The pairs between these places, without the brackets around them all."""
+    """Parse the pairs between these positions, which exclude the outer brackets."""
     as_columns = _read_columns(body, start, end) if end - start >= LONG and end <= MOST_BYTES else None
     return as_columns or _read_flat(body[start:end])
 
 
 def _read_columns(body: bytes, start: int, end: int) -> OutputTokens | None:
-    """The pairs as two columns, without a Python object a token; None if they have another form.
+    """Parse the pairs as two columns, without a Python object per token; None if they have another form.
 
-    Of the three commas of a pair the first follows its log-probability and the second its id.
+    A pair has three commas: the first follows its log-probability, the second its id, the third separates pairs.
     """
     commas = np.flatnonzero(np.frombuffer(body, np.uint8, end - start, start) == COMMA)
     commas += start
     after_logprob, after_id = commas[::3], commas[1::3]
-    words: Words = np.ndarray(len(body) - WORD + 1, "<u8", body, strides=(1,))  # at every byte
+    words: Words = np.ndarray(len(body) - WORD + 1, "<u8", body, strides=(1,))  # overlapping, one per byte
     if len(commas) % 3 != 2 or body[after_id[-1] : end] != LAST or (words[after_id[:-1]] != BETWEEN).any():
         return None
     ids = _read_digits(words, after_logprob + 1, after_id)
@@ -93,16 +93,16 @@ def _read_columns(body: bytes, start: int, end: int) -> OutputTokens | None:
 
 
 def _read_digits(words: Words, starts: Places, ends: Places) -> npt.NDArray[np.int32] | None:
-    """The numbers of one to eight digits at these places; None if there are others."""
+    """Parse the numbers at these positions; None unless each has one to eight digits."""
     digits = ends - starts
     if digits.min() < 1 or digits.max() > WORD:
         return None
-    other = (8 * (WORD - digits)).astype(np.uint64)  # bits before the first digit
+    other = (8 * (WORD - digits)).astype(np.uint64)  # bits of bytes before the first digit
     found = words[ends - WORD] ^ ZERO
     found = found >> other << other
     if ((found + np.uint64(0x7676767676767676) | found) & np.uint64(0x8080808080808080)).any():
-        return None  # a byte above 9
-    found = found * np.uint64(10) + (found >> np.uint64(8))  # each second byte is a number of two digits
+        return None  # a byte is not a digit
+    found = found * np.uint64(10) + (found >> np.uint64(8))  # every second byte is now a two-digit number
     low = found & np.uint64(0x000000FF000000FF)
     high = found >> np.uint64(16) & np.uint64(0x000000FF000000FF)
     found = low * np.uint64(100 + (1000000 << 32)) + high * np.uint64(1 + (10000 << 32))
@@ -110,7 +110,10 @@ def _read_digits(words: Words, starts: Places, ends: Places) -> npt.NDArray[np.i
 
 
 def _read_decimals(body: bytes, starts: Places, ends: Places) -> npt.NDArray[np.float64] | None:
-    """The numbers at these places; None if one is none. To Arrow the body is one text after the other, of which each second is null."""
+    """Parse the numbers at these positions; None if one is not a number.
+
+    Arrow parses them: the body is passed as strings side by side, of which every second one, between two numbers, is null.
+    """
     places = np.empty(2 * len(starts) + 1, dtype=np.int32)
     places[:-1:2], places[1::2], places[-1] = starts, ends, ends[-1]
     valid = b"\x55" * (len(starts) // 4 + 1)
@@ -125,7 +128,7 @@ def _read_decimals(body: bytes, starts: Places, ends: Places) -> npt.NDArray[np.
 
 
 def _read_flat(text: bytes) -> OutputTokens:
-    """The numbers of the pairs parsed as one flat list: a list a pair takes twice the time, and wakes the collector of garbage."""
+    """Parse the pairs as one flat list. A list per pair would take twice the time, and trigger the garbage collector."""
     count = text.count(b"[") + 1
     flat = orjson.loads(b"[" + text.translate(None, b"[]") + b"]")
     if len(flat) != 3 * count or flat[2::3].count(None) != count:
@@ -137,7 +140,7 @@ def _read_flat(text: bytes) -> OutputTokens:
 
 
 def _without_ids(text: bytes) -> bytes:
-    """A part of the answer, with null for the list of token ids."""
+    """A part of the answer with null instead of the list of token ids."""
     ids = IDS.search(text)
     if ids is None:
         return text

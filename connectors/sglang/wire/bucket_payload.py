@@ -1,7 +1,7 @@
 """The payload of /update_weights_from_tensor: a pickled flat tensor of one GPU and its metadata, in base64.
 
-Owns SGLang's format, without SGLang: its unpickler allows torch's and types' own classes, and it reads the metadata
-by attribute. Knows nothing of where weights come from.
+Owns SGLang's format without importing SGLang: its unpickler allows classes of torch and types, and it reads the metadata by
+attribute. Knows nothing of the weights' origin.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from millrace.core.contracts.weight_bucket import TensorEntry
 
 
 class _Shared:
-    """A tensor of another process, made again by torch where it is unpickled."""
+    """A tensor of another process, rebuilt by torch when it is unpickled."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.arguments = arguments

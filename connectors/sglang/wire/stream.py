@@ -1,6 +1,6 @@
-"""The events of a streamed answer, put together to what there is of it so far.
+"""Assembles the events of a streamed answer into the answer so far.
 
-Owns the form of the events: SGLang sends all tokens in each, or with --incremental-streaming-output the new ones alone. Knows
+Owns the form of the events: SGLang sends all tokens in each event, or with --incremental-streaming-output only the new ones. Knows
 nothing of requests or engines.
 """
 
@@ -18,13 +18,13 @@ DATA = b"data:"
 
 
 class EventReader:
-    """Cuts what comes over the wire into the data of its events."""
+    """Splits received bytes into the data of events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def read(self, received: bytes) -> Iterator[bytes]:
-        """The data of the events that are whole by now."""
+        """The data of the events that are now complete."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         for line in lines:
             if line.startswith(DATA):
@@ -38,16 +38,16 @@ class StreamedAnswer:
         self._tokens, self._text = NO_TOKENS, ""
 
     def add(self, data: bytes) -> Any:
-        """What there is of the answer after an event, as `read_answer` gives it. Raises ValueError for what is no event of one."""
+        """The answer so far after an event, in the form of `read_answer`. Raises ValueError if the data is not an event of an answer."""
         answer = read_answer(data)
         if not isinstance(answer, dict) or "meta_info" not in answer:
             raise ValueError(f"{data[:200]!r} is no event of an answer")
         meta = answer["meta_info"]
         new: OutputTokens = meta["output_token_logprobs"]
         before, made = len(self._tokens.ids), meta["completion_tokens"]
-        if len(new.ids) == made:  # of all tokens
+        if len(new.ids) == made:  # the event has all tokens
             self._tokens, self._text = new, answer["text"]
-        elif before + len(new.ids) == made:  # of the new ones alone
+        elif before + len(new.ids) == made:  # the event has only the new tokens
             self._tokens = OutputTokens(
                 np.concatenate([self._tokens.ids, new.ids]),
                 np.concatenate([self._tokens.logprobs, new.logprobs]),
