@@ -1,6 +1,6 @@
 """`python -m millrace.connectors.embedded`: start the engine's server.
 
-With MILLRACE_ENGINE_KEY in the environment every request but /health must bring that key.
+With MILLRACE_ENGINE_KEY in the environment every request except /health must bring that key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Load the model, listen, and tell where."""
+    """Load the model, listen, and report the address."""
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     import torch

@@ -11,7 +11,7 @@ from millrace.connectors.embedded.sampling import RequestError
 
 
 async def read_json(http: web.Request) -> dict[str, Any]:
-    """The body's object; an empty body is an empty one. Raises RequestError for anything else."""
+    """The body's JSON object; an empty body is an empty object. Raises RequestError for anything else."""
     raw = await http.read()
     if not raw:
         return {}

@@ -1,6 +1,6 @@
-"""OpenAI's chat completions over the engine, for those who ask a model and train nothing: a judge, a user's client.
+"""OpenAI's chat completions over the engine, for clients that train nothing, such as a judge.
 
-Owns rendering messages by the folder's chat template, and the form of the answer. One completion a request, not streamed.
+Owns rendering messages by the folder's chat template, and the form of the answer. One completion per request, not streamed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from millrace.core.sessions.completions import BadRequestError, completion, read
 from millrace.core.sessions.history import Place
 from millrace.core.sessions.interface import Turn
 
-SAMPLING = {  # of a request, and the engine's own names
+SAMPLING = {  # OpenAI's parameters, and the engine's names for them
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "seed": "sampling_seed",
@@ -38,7 +38,7 @@ READ = ("model", "messages", "n", "stream", "user", *SAMPLING)
 
 
 class ChatRoute:
-    """The handler over one engine. `text_of`: the text of a request that has ended."""
+    """The handler for one engine. `text_of`: returns the text of a request that has ended."""
 
     def __init__(self, engine: Engine, folder: str, text_of: Callable[[Request], str]) -> None:
         self.engine = engine
@@ -67,7 +67,7 @@ class ChatRoute:
         self.engine.submit(request)
         try:
             await ended.wait()
-        except asyncio.CancelledError:  # the client has gone
+        except asyncio.CancelledError:  # the client has disconnected
             await asyncio.shield(asyncio.to_thread(self.engine.withdraw, [request]))
             raise
         return web.json_response(self._answer(request, str(body.get("model") or self._folder)))
@@ -89,7 +89,7 @@ class ChatRoute:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """Loaded for the first request: rollouts send token ids and need none."""
+        """The tokenizer, loaded at the first request, since rollouts send token ids and need none."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
@@ -112,7 +112,7 @@ class ChatRoute:
 
 
 def read_params(body: Mapping[str, Any]) -> SamplingParams:
-    """How a request is sampled. Raises RequestError naming a field that is not known, or not possible here."""
+    """The sampling parameters of a request. Raises RequestError naming a field that is unknown or not supported."""
     given = {name: value for name, value in body.items() if value is not None}
     unknown = sorted(set(given) - set(READ))
     if unknown:

@@ -1,6 +1,6 @@
-"""Who may ask the embedded engine for anything: holders of its key, from no web page, in JSON.
+"""Access to the embedded engine: a request needs its key, must be JSON, and must not come from a web page.
 
-Decides by a request's headers alone, once a request. Knows no endpoint but /health, which is open to all.
+Decides once per request, by its headers only. Knows no endpoint except /health, which is open to all.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 OPEN = ("/health",)
-KEY = "MILLRACE_ENGINE_KEY"  # the variable that holds the key of an engine that is started
+KEY = "MILLRACE_ENGINE_KEY"  # the variable with the key of the engine to start
 
 
 class Door:
-    """Lets a request in, or says why not.
+    """Accepts a request, or returns the reason to refuse it.
 
-    key: what `Authorization: Bearer` must hold; None asks for none. names: hosts by which the engine may be addressed, besides
-    any IP address, localhost and this machine's own name. A page that has its own name point here brings another.
+    key: required in `Authorization: Bearer`; None requires none. names: host names by which the engine may be addressed, besides
+    IP addresses, localhost and this machine's name. A web page whose name was pointed at this machine sends another name.
     """
 
     def __init__(self, key: str | None, names: Iterable[str] = ()) -> None:
@@ -30,7 +30,7 @@ class Door:
         self._names = {name.lower() for name in here}
 
     def refusal(self, request: web.Request) -> tuple[int, str] | None:
-        """Status and reason if the request may not come in."""
+        """Status and reason if the request is refused, else None."""
         headers = request.headers
         if not self._is_here(headers.get("Host", "")):
             return 403, "Host: it names another machine; start the engine with --name for a name of this one"
@@ -59,7 +59,7 @@ class Door:
 
 
 def middleware(door: Door) -> Middleware:
-    """The door in front of every handler, those for unknown paths too."""
+    """Check access before every handler, also for unknown paths."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

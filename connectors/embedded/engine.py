@@ -1,6 +1,6 @@
-"""Continuous batching over the slot cache: one thread owns the model, requests come and go.
+"""Continuous batching over the slot cache: one thread owns the model, and requests join and leave its batch.
 
-Owns the queue, sampling, stopping, pausing and weight versions; knows nothing of HTTP, nor of what is in a slot.
+Owns the queue, sampling, stopping, pausing and weight versions; knows nothing of HTTP, nor of the content of slots.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from millrace.connectors.embedded.text import Text
 
 @dataclass(eq=False)
 class _Job:
-    """Something to run between two steps, and how it ended."""
+    """A function to run between two steps, and its result or error."""
 
     run: Callable[[], Any]
     done: threading.Event = field(default_factory=threading.Event)
@@ -53,9 +53,9 @@ class Engine:
         finished_log: str | None = None,
         dtype: str = "auto",
     ) -> None:
-        """`dtype`: of weights and arithmetic, whatever the folder's and an update's; auto: as the folder stores them.
+        """`dtype`: of weights and arithmetic, for the folder and all updates; auto: as the folder stores them.
 
-        Raises ModelError for a folder that cannot be served.
+        Raises ModelError if the folder cannot be served.
         """
         self.folder = Path(folder)
         self.shape = read_shape(self.folder)
@@ -73,14 +73,14 @@ class Engine:
         self._admitting: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._jobs: deque[_Job] = deque()
-        self._idle_jobs: deque[_Job] = deque()  # wait for empty slots; nothing is admitted meanwhile
+        self._idle_jobs: deque[_Job] = deque()  # wait for empty slots; no request is admitted meanwhile
         self._wake = threading.Condition()
         self._stop = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Begin serving."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -93,7 +93,7 @@ class Engine:
     # requests
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raise RequestError for what can never be served."""
+        """Raise RequestError if the engine can never serve the request."""
         if not prompt:
             raise RequestError("input_ids: empty")
         bad = next((token for token in prompt if not 0 <= token < self.shape.vocab), None)
@@ -117,7 +117,7 @@ class Engine:
             )
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its `notify` is called after each of its tokens and at its end."""
+        """Queue a request. Its `notify` is called after each token and at the end."""
         with self._wake:
             if self.failure:
                 raise RequestError(f"the engine failed: {self.failure}; restart it")
@@ -129,21 +129,21 @@ class Engine:
             self._wake.notify()
 
     def draw_seed(self) -> int:
-        """A seed for a request that brought none."""
+        """A seed for a request without one."""
         return int(torch.randint(0, 2**62, (1,), generator=self._seeds))
 
     def abort(self, rid: str, everything: bool = False) -> int:
-        """End requests whose rid starts with `rid`, with what they have."""
+        """End requests whose rid starts with `rid`. They return their tokens so far."""
         return int(self.call(lambda: self._abort(lambda r: everything or r.rid.startswith(rid))))
 
     def withdraw(self, requests: list[Request]) -> None:
-        """End these very requests, whatever others are called."""
+        """End exactly these requests, and no others with the same rid."""
         self.call(lambda: self._abort(lambda r: any(r is one for one in requests)))
 
     def call(self, run: Callable[[], Any], *, when_idle: bool = False) -> Any:
-        """Run something between two steps, in the engine's thread; its exception is raised here.
+        """Run a function between two steps, in the engine's thread; its exception is raised here.
 
-        With `when_idle` it waits until nothing is in a slot, unless the engine is paused; new requests wait for it.
+        With `when_idle` it waits until all slots are empty, unless the engine is paused; new requests wait for it.
         """
         job = _Job(run)
         with self._wake:
@@ -157,7 +157,7 @@ class Engine:
         return job.value
 
     def load(self) -> dict[str, int]:
-        """Requests and tokens held right now."""
+        """The current number of requests and tokens."""
         running = list(self._slots.running)
         return {
             "running": len(running),
@@ -165,10 +165,10 @@ class Engine:
             "tokens": sum(r.length for r in running),
         }
 
-    # control; all within `call`
+    # control; call these only through `call`
 
     def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
-        """Stop stepping. abort ends what runs; retract drops its keys and values; in_place keeps them."""
+        """Stop stepping. abort ends running requests; retract drops their keys and values; in_place keeps them."""
         if mode == "abort":
             self._abort(lambda request: True)
         elif mode == "retract":
@@ -176,29 +176,29 @@ class Engine:
         self.paused = True
 
     def _retract(self) -> None:
-        """Put running requests back in front of the queue; they are prefilled again with what they generated."""
+        """Put running requests back in front of the queue. They will be prefilled again, with their output so far."""
         self._waiting.extendleft(reversed(self._slots.running))
         self._slots.clear()
 
     def resume(self) -> None:
-        """Go on stepping."""
+        """Continue stepping."""
         self.paused = False
 
     def flush(self) -> bool:
-        """Forget cached prompts; False while anything runs or waits."""
+        """Forget cached prompts; False while a request runs or waits."""
         if self._slots.running or self._waiting:
             return False
         self._slots.forget_prompts()
         return True
 
     def replace_weights(self, weights: Weights, version: str) -> None:
-        """Serve other weights from the next step on."""
+        """Serve these weights from the next step on."""
         self.decoder.weights = weights
         self.weight_version = version
         self._slots.forget_prompts()
 
     def update_from_disk(self, folder: str, version: str | None) -> None:
-        """Load a checkpoint folder. Raises ModelError and goes on with the old weights if it cannot be served."""
+        """Load a checkpoint folder. If it cannot be served, raises ModelError and keeps the old weights."""
         path = Path(folder)
         shape = read_shape(path)
         if shape != self.shape:
@@ -207,7 +207,7 @@ class Engine:
         self.replace_weights(Weights(shape, tensors), version or self.weight_version)
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise ModelError for the shape of a tensor that does not fit the model served."""
+        """Raise ModelError if a tensor's shape does not fit the served model."""
         held = self.decoder.weights.tensors
         for name, shape in shapes.items():
             if name in held and list(held[name].shape) != list(shape):
@@ -231,7 +231,7 @@ class Engine:
                 for job in jobs:
                     try:
                         job.value = job.run()
-                    except Exception as error:  # noqa: BLE001 - handed to whoever asked
+                    except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
                         job.error = error
                     job.done.set()
                 if self._can_step():
@@ -247,7 +247,7 @@ class Engine:
         return not self.paused and bool(self._slots.running or self._waiting)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell everybody who waits that nothing comes any more."""
+        """End all waiting jobs and requests with the error."""
         with self._wake:
             self.failure = error
             jobs = [*self._jobs, *self._idle_jobs]
@@ -275,7 +275,7 @@ class Engine:
             request = self._waiting.popleft()
             if request.params.max_new_tokens:
                 admitted.append(request)
-            else:  # its prompt is scored and nothing generated; one a step, so that those that run go on
+            else:  # only its prompt is scored; one such request per step, so that running requests continue
                 self._score(request)
                 break
         if not admitted:
@@ -293,7 +293,7 @@ class Engine:
         self._finish(request, {"type": "length", "length": 0})
 
     def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
-        """Sample each request's next token and see whether it ends."""
+        """Sample each request's next token, and end the requests that are done."""
         rows = (
             logits.clone() if any(r.params.penalised or r.params.min_new_tokens for r in requests) else logits
         )
@@ -332,7 +332,7 @@ class Engine:
         return ends if request.params.ignore_eos else ends | self.text.eos
 
     def _ending(self, request: Request, token: int) -> dict[str, Any] | None:
-        """Why a request is over, if it is."""
+        """Why a request is done; None if it is not."""
         if token in self._enders(request):
             return {"type": "stop", "matched": token}
         if request.params.stop and len(request.output) >= max(1, request.params.min_new_tokens):

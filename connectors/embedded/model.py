@@ -1,7 +1,7 @@
 """Forward passes of small decoder models over a slot cache, straight from safetensors.
 
-Owns weights and arithmetic. Every row's result depends on that row alone, bit for bit: matrix products always see at
-least `ROWS` rows (below that, CPU kernels sum in another order), and attention spans are multiples of `SPAN`.
+Owns weights and arithmetic. Every row's result depends only on that row, bit for bit: matrix products always have at
+least `ROWS` rows (with fewer, CPU kernels sum in another order), and attention spans are multiples of `SPAN`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from millrace.core.model_folder.config_file import read_hf_config
 from millrace.core.model_folder.tensors import EMBEDDING, HEAD, tensor_shapes, weight_tensors
 
 ROWS = 16  # with 8, some processors sum in another order than with more
-SPAN = 64  # of attention in decoding
-PREFILL_SPAN = 16  # of prompts
+SPAN = 64  # positions per step of an attention span in decoding
+PREFILL_SPAN = 16  # positions per step of a prompt's length
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FIELD = "model_path"  # what names a folder, for messages
+FIELD = "model_path"  # the field that names a folder, for messages
 
 
 class ModelError(ValueError):
@@ -31,7 +31,7 @@ class ModelError(ValueError):
 
 
 def read_shape(folder: Path) -> Architecture:
-    """The model of a checkpoint folder. Raises ModelError for one that is not served as its config.json says."""
+    """The architecture of a checkpoint folder. Raises ModelError if the engine cannot serve what its config.json says."""
     try:
         return architecture(read_hf_config(str(folder), FIELD))
     except ConfigError as error:
@@ -39,9 +39,9 @@ def read_shape(folder: Path) -> Architecture:
 
 
 def read_tensors(folder: Path, shape: Architecture, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The model's tensors from a checkpoint folder, as `dtype`; None: as the embedding is stored.
+    """The model's tensors from a checkpoint folder, as `dtype`; None: the stored dtype of the embedding.
 
-    Raises ModelError naming the first tensor that is missing, left over or does not fit.
+    Raises ModelError naming the first tensor that is missing, unexpected or does not fit.
     """
     try:
         stored = weight_tensors(str(folder), shape, FIELD)
@@ -60,7 +60,7 @@ def read_tensors(folder: Path, shape: Architecture, dtype: torch.dtype | None) -
 
 
 class Weights:
-    """Named tensors, and the fused views of them that the forward pass uses."""
+    """Named tensors, and their fused copies for the forward pass."""
 
     def __init__(self, shape: Architecture, tensors: dict[str, Tensor]) -> None:
         self.shape = shape
@@ -108,7 +108,7 @@ class Cache:
         self.values = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
 
     def clear(self, slot: int, start: int) -> None:
-        """Set a slot's positions from `start` on to 0: masked ones have weight 0, and 0 times a NaN left there is NaN."""
+        """Set a slot's positions from `start` on to 0: they are masked with weight 0, but 0 times a leftover NaN is NaN."""
         for layers in (self.keys, self.values):
             for tensor in layers:
                 tensor[slot, :, start:] = 0
@@ -120,7 +120,7 @@ class Cache:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def take(self, other: Cache, slots: int) -> None:
-        """Copy the first `slots` slots of another cache, as far as both reach."""
+        """Copy the first `slots` slots of another cache, up to the smaller capacity."""
         length = min(self.capacity, other.capacity)
         if slots:
             for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
@@ -201,7 +201,7 @@ class Decoder:
         return _norm(x, self.weights.norm, s.eps)
 
     def _experts(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
-        """Mixture of experts; each expert's rows are padded, so that results do not depend on who else chose it."""
+        """Mixture of experts. Each expert's rows are padded, so that results do not depend on other rows that chose it."""
         scores = F.linear(x, layer["router"]).float().softmax(-1)
         top, chosen = scores.topk(self.shape.experts_used, dim=-1)
         if self.shape.norm_topk:
@@ -220,7 +220,7 @@ class Decoder:
 
 
 def rounded_up(count: int, step: int) -> int:
-    """The least multiple of `step` that holds `count`."""
+    """The smallest multiple of `step` that is at least `count`."""
     return -(-count // step) * step
 
 
@@ -244,8 +244,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention of one query a slot, q [M, heads, 1, d]. Plain products: fused kernels split the work of several threads
-    in ways that change the last bits with the number of slots."""
+    """Attention of one query per slot, q [M, heads, 1, d]. Uses plain products: fused kernels split the work among threads
+    so that the last bits change with the number of slots."""
     count, heads, _, width = q.shape
     kv_heads = keys.shape[1]
     scores = q.view(count, kv_heads, heads // kv_heads, width) @ keys.transpose(-1, -2) * width**-0.5

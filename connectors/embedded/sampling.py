@@ -1,7 +1,7 @@
-"""From logits to a token: each request's parameters, its own random numbers, exact log-probabilities.
+"""From logits to a token: each request's parameters and random numbers, and exact log-probabilities.
 
-A token depends on the request's seed, its position and its logits, never on what else is in the batch. The
-log-probability reported is log_softmax(logits / temperature), before top-k, top-p and min-p; greedy uses raw logits.
+A token depends on the request's seed, its position and its logits, never on other requests in the batch. The reported
+log-probability is log_softmax(logits / temperature), before top-k, top-p and min-p; greedy uses raw logits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 MASK = (1 << 64) - 1
 GRAMMAR = ("json_schema", "regex", "ebnf", "structural_tag")
 GREEDY_BELOW = 1e-6  # temperatures below this are 0, as in SGLang
-LARGEST = 2**31 - 1  # of a whole number that says nothing else
+LARGEST = 2**31 - 1  # bound of whole numbers without another one
 HOTTEST = 1e6
-HEAVIEST = 1e30  # float32 holds a logit with such a bias at every temperature
-MOST_OF_A_PROMPT = 1024  # answers
-DIGITS = 18  # of a number in text
+HEAVIEST = 1e30  # float32 can hold a logit with such a bias at every temperature
+MOST_OF_A_PROMPT = 1024  # answers to one prompt
+DIGITS = 18  # most digits of a token id in text
 
 
 class RequestError(ValueError):
@@ -51,11 +51,11 @@ class SamplingParams:
     no_stop_trim: bool = False
     logit_bias: dict[str, float] = field(default_factory=dict)
     sampling_seed: int | None = None
-    stream_interval: int = 1  # a stream has an event every so many tokens, and at the end
+    stream_interval: int = 1  # tokens per event of a stream, which also has one at the end
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> SamplingParams:
-        """From a request. Raises RequestError naming an unknown, ill-typed or impossible field."""
+        """Parse a request's parameters. Raises RequestError naming an unknown, ill-typed or impossible field."""
         if given is not None and not isinstance(given, Mapping):
             raise RequestError(f"sampling_params: {type(given).__name__} given, an object is wanted")
         values = {name: value for name, value in (given or {}).items() if value is not None}
@@ -104,7 +104,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether logits are changed by what was generated or by a bias."""
+        """Whether penalties or a bias change the logits."""
         return bool(
             self.frequency_penalty
             or self.presence_penalty
@@ -137,7 +137,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def whole(field_name: str, value: Any, least: int, most: int) -> int:
-    """A whole number of a request within its bounds, those included. Raises RequestError."""
+    """Check that a request's value is a whole number from `least` to `most`. Raises RequestError."""
     if type(value) is not int or not least <= value <= most:
         raise RequestError(f"{field_name}: a whole number from {least} to {most} is wanted")
     return value
@@ -168,7 +168,7 @@ def _check_type(name: str, value: Any) -> None:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in (0, 1) that follows from seed and position (splitmix64, Steele et al. 2014)."""
+    """A pseudo-random number in (0, 1), computed from seed and position (splitmix64, Steele et al. 2014)."""
     z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & MASK
     for _ in range(2):
         z = (z + 0x9E3779B97F4A7C15) & MASK
@@ -200,7 +200,7 @@ def penalise(
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[float]
 ) -> tuple[list[int], Tensor]:
-    """Tokens of M requests from fp32 logits [M, V] and a uniform draw each; also log-probabilities [M, V]."""
+    """Tokens of M requests from fp32 logits [M, V] and one uniform draw each; also log-probabilities [M, V]."""
     temperatures = torch.tensor([p.temperature or 1.0 for p in params])
     logprobs = (logits / temperatures[:, None]).log_softmax(-1)
     probabilities = logprobs.exp().double()
@@ -218,13 +218,13 @@ def sample(
 
 
 def likeliest(logprobs: Tensor, count: int) -> list[tuple[float, int]]:
-    """The `count` tokens of the highest log-probability [vocabulary], each with it, the likeliest first."""
+    """The `count` likeliest tokens with their log-probabilities, likeliest first. logprobs: [vocabulary]."""
     values, ids = logprobs.topk(count)
     return list(zip(values.tolist(), ids.tolist(), strict=True))
 
 
 def _filter(probabilities: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution with the tokens that top-k, top-p and min-p cut off set to 0, in that order."""
+    """The distribution after top-k, top-p and min-p, in that order. Tokens that they cut off are 0."""
     ordered, order = probabilities.sort(descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if params.top_k > 0:

@@ -1,4 +1,4 @@
-"""The HTTP face of the engine: SGLang's native endpoints and fields. Chat completions are in millrace.connectors.embedded.chat.
+"""The engine's HTTP server: SGLang's native endpoints and fields. Chat completions are in millrace.connectors.embedded.chat.
 
 Owns parsing and answering; decides nothing about tokens. Bodies are JSON and safetensors; nothing is ever unpickled.
 """
@@ -27,14 +27,14 @@ from millrace.core.contracts.handles import CONTINUED
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_LIMIT = 4 * 2**30
-MOST_ANSWERS = 4096  # of a request; of more prompts one each
-MOST_TOPS = 256  # likeliest tokens of a position
+MOST_ANSWERS = 4096  # per request, unless it has more prompts with one answer each
+MOST_TOPS = 256  # likeliest tokens per position
 News = asyncio.Queue[tuple[int, int, bool]]
-"""Number of a request, how many tokens it has, and whether it is over."""
+"""A request's number, its count of tokens, and whether it has ended."""
 
 
 class Server:
-    """Handlers over one engine."""
+    """HTTP handlers for one engine."""
 
     def __init__(self, engine: Engine, info: Mapping[str, Any], door: Door) -> None:
         self.engine = engine
@@ -80,7 +80,7 @@ class Server:
         if count > max(MOST_ANSWERS, len(prompts)):
             raise RequestError(f"sampling_params.n: {count} answers, a request has at most {MOST_ANSWERS}")
         if given and count > len(prompts):
-            raise RequestError(f"{CONTINUED}: one answer goes on, and sampling_params.n asks for more")
+            raise RequestError(f"{CONTINUED}: it continues one answer, and sampling_params.n asks for more")
         rids = self._rids(body, count, single and parsed[0].n == 1)
         queue: News = asyncio.Queue()
         streams, loop = bool(body.get("stream")), asyncio.get_running_loop()
@@ -107,7 +107,7 @@ class Server:
                 pass
             answers = [self._answer(request, body) for request in requests]
             return web.Response(body=_json(answers if many else answers[0]), content_type="application/json")
-        except (asyncio.CancelledError, ConnectionError):  # the client has gone
+        except (asyncio.CancelledError, ConnectionError):  # the client has disconnected
             await asyncio.shield(asyncio.to_thread(self.engine.withdraw, requests))
             raise
 
@@ -121,14 +121,15 @@ class Server:
         seed: int,
         notify: Callable[[Request], None],
     ) -> Request:
-        """One answer's. prompt: may be that of other answers too. output: what it goes on from."""
+        """The request for one answer. prompt: other answers may share it. output: earlier tokens that the answer continues."""
         wanted, given = bool(body.get("return_logprob")), len(output)
         start = body.get("logprob_start_len")
         start = whole("logprob_start_len", -1 if start is None else start, -1, LARGEST)
         priority = whole("priority", body.get("priority") or 0, -LARGEST - 1, LARGEST)
         most = min(MOST_TOPS, self.engine.shape.vocab)
         tops = whole("top_logprobs_num", body.get("top_logprobs_num") or 0, 0, most)
-        if given:  # as if it had never been interrupted: limits count from the first token of the output
+        # as if it had never been interrupted: limits count from the first token of the earlier output
+        if given:
             params = replace(
                 params,
                 max_new_tokens=params.max_new_tokens + given,
@@ -198,7 +199,7 @@ class Server:
         return response
 
     def _answer(self, request: Request, body: Mapping[str, Any], made: int | None = None) -> dict[str, Any]:
-        """SGLang's answer for what a request has so far. made: how many tokens, where it may have more by now."""
+        """SGLang's answer for a request's tokens so far. made: use only this many tokens, since it may have more by now."""
         over = made is None or (request.finish is not None and made == len(request.output) - request.given)
         ids = list(request.output[request.given :][:made])
         text = self._text(request) if over else self.engine.text.decode(ids, request.params)
@@ -268,18 +269,18 @@ class Server:
         return web.json_response({"success": True, "message": f"paused ({mode})"})
 
     async def continue_generation(self, http: web.Request) -> web.Response:
-        """Go on stepping."""
+        """Continue stepping."""
         await self._call(self.engine.resume)
         return web.json_response({"success": True, "message": "continued"})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
-        """Forget cached prompts; 400 while anything runs."""
+        """Forget cached prompts; 400 while a request runs."""
         if not await self._call(self.engine.flush):
             raise RequestError("flush_cache: requests are running or waiting")
         return web.json_response({"success": True})
 
     async def release_memory(self, http: web.Request) -> web.Response:
-        """Note memory as released; on a CPU nothing is given back but the prompt cache. Must be idle."""
+        """Mark memory as released; on a CPU only the prompt cache is really freed. The engine must be idle."""
         tags = set((await read_json(http)).get("tags") or ("weights", "kv_cache", "cuda_graph"))
         _check_tags(tags)
         if not await self._call(self.engine.flush):
@@ -289,7 +290,7 @@ class Server:
         return web.json_response({"success": True})
 
     async def resume_memory(self, http: web.Request) -> web.Response:
-        """Take memory back; serving goes on when nothing is released any more."""
+        """Take memory back; serving continues once no memory is released."""
         tags = set((await read_json(http)).get("tags") or ("weights", "kv_cache", "cuda_graph"))
         _check_tags(tags)
         self.engine.released -= tags
@@ -331,7 +332,7 @@ class Server:
         )
 
     async def model_info(self, http: web.Request) -> web.Response:
-        """What is served."""
+        """The served model and its weight version."""
         return web.json_response(
             {
                 "model_path": self.info["model_path"],
@@ -367,14 +368,14 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _json(answer: Any) -> bytes:
-    """An answer on the wire; what is no finite number is null, as in SGLang."""
+    """An answer as JSON bytes. Numbers that are not finite become null, as in SGLang."""
     return orjson.dumps(answer)
 
 
 def _notifier(
     loop: asyncio.AbstractEventLoop, queue: News, at: int, every: int = 0
 ) -> Callable[[Request], None]:
-    """Reports a request's end, and before it the first token and each that is `every` after; 0: its end alone."""
+    """A callback that reports a request's first token, then every `every`-th token, and its end; 0: only its end."""
 
     def notify(request: Request) -> None:
         made = len(request.output) - request.given
@@ -385,7 +386,7 @@ def _notifier(
 
 
 async def _until_done(requests: list[Request], queue: News) -> AsyncIterator[tuple[int, int]]:
-    """Numbers of requests that have news, and how many tokens each has; a request's last news is its end."""
+    """Yields the number and the count of tokens of each request with news, until all requests have ended."""
     open_ = set(range(len(requests)))
     while open_:
         at, made, over = await queue.get()
@@ -402,7 +403,7 @@ def _check_tags(tags: set[str]) -> None:
 
 
 def _continued(http: web.Request) -> int:
-    """How many of the last input ids are output of the same answer. Raises RequestError."""
+    """The number of last input ids that are output of the same answer. Raises RequestError."""
     given = http.headers.get(CONTINUED, "0")
     if not (given.isascii() and given.isdigit() and len(given) <= DIGITS):
         raise RequestError(f"{CONTINUED}: a count of tokens is wanted")

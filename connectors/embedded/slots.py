@@ -1,8 +1,8 @@
-"""Slots of the cache: who holds which, and the keys and values in them.
+"""The slots of the KV cache: which request holds which, and their keys and values.
 
-Owns the cache's size, the prompts that are kept, prefill and one step of decoding; knows nothing of queues, of sampling or
-of why a request ends. Running requests occupy the first slots; a freed one is filled by the last, so that a decode step
-sees one contiguous batch.
+Owns the cache's size, the cached prompts, prefill and one step of decoding; knows nothing of queues, of sampling or of why a
+request ends. Running requests occupy the first slots. The last request moves to a freed slot, so that a decode step has one
+contiguous batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from millrace.connectors.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder, rounded_up
 from millrace.connectors.embedded.sampling import SamplingParams, likeliest
 
-PREFIXES = 128  # prompts whose keys and values are kept
+PREFIXES = 128  # prompts whose keys and values are cached
 
 
 @dataclass(eq=False)
@@ -33,8 +33,8 @@ class Request:
     notify: Callable[[Request], None]
     top_logprobs: int = 0
     prompt_logprobs_from: int = -1
-    given: int = 0  # tokens of the output that came with the request: it goes on from there
-    priority: int = 0  # among requests that wait, the smallest first
+    given: int = 0  # tokens of the output that came with the request, which continues them
+    priority: int = 0  # of waiting requests the smallest comes first
     arrived: float = field(default_factory=time.time)
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -45,16 +45,16 @@ class Request:
     cached_tokens: int = 0
     slot: int = -1
     finish: dict[str, Any] | None = None
-    stopped_text: str | None = None  # text up to a stop string, when one ended the request
+    stopped_text: str | None = None  # the text before the stop string that ended the request
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values the request needs."""
+        """The number of tokens whose keys and values the request needs."""
         return len(self.prompt) + len(self.output)
 
     @property
     def longest(self) -> int:
-        """Tokens it may grow to. max_new_tokens counts those that were given."""
+        """The number of tokens that it may grow to. max_new_tokens includes given output."""
         return len(self.prompt) + self.params.max_new_tokens
 
 
@@ -67,7 +67,7 @@ class _Prefix:
 
 
 class Slots:
-    """The requests that run, and the cache that they run on."""
+    """The running requests and their cache."""
 
     def __init__(self, decoder: Decoder, *, max_running: int, max_total_tokens: int) -> None:
         self.running: list[Request] = []
@@ -83,7 +83,7 @@ class Slots:
         return self._decoder.logits(self._prefill(requests))
 
     def step(self) -> Tensor:
-        """Decode all that run; returns the logits [n, V] of each one's next token."""
+        """Decode one token of all running requests; returns the logits [n, V] of each one's next token."""
         count = len(self.running)
         padded = rounded_up(count, ROWS)
         tokens, positions = torch.zeros(padded, dtype=torch.long), torch.zeros(padded, dtype=torch.long)
@@ -93,7 +93,7 @@ class Slots:
         return self._decoder.logits(hidden)[:count]
 
     def free(self, request: Request) -> None:
-        """Take a request's slot from it, if it has one."""
+        """Free a request's slot, if it has one."""
         if request.slot < 0:
             return
         last = self.running.pop()
@@ -104,17 +104,17 @@ class Slots:
         request.slot = -1
 
     def clear(self) -> None:
-        """Take the slots from all that run."""
+        """Free the slots of all running requests."""
         for request in self.running:
             request.slot = -1
         self.running.clear()
 
     def forget_prompts(self) -> None:
-        """Drop the prompts that are kept."""
+        """Drop the cached prompts."""
         self._prefixes.clear()
 
     def fits(self, admitted: list[Request]) -> bool:
-        """Whether these can run beside what runs. One request alone always can; its slots are padded to ROWS."""
+        """Whether these requests fit beside the running ones. A single request always fits. Slots are padded to ROWS."""
         count = len(self.running) + len(admitted)
         tokens = rounded_up(count, ROWS) * self._capacity_for(admitted)
         return count == 1 or (count <= self._max_running and tokens <= self._max_total_tokens)
@@ -127,7 +127,7 @@ class Slots:
         return capacity
 
     def _prepare_cache(self, admitted: list[Request]) -> None:
-        """Make the cache wide and long enough for all that will run, within max_total_tokens."""
+        """Make the cache wide and long enough for all requests that will run, within max_total_tokens."""
         old, busy = self.cache, len(self.running)
         slots, capacity = rounded_up(busy + len(admitted), ROWS), self._capacity_for(admitted)
         have = old.keys[0].shape[0] if old.keys else 0
@@ -185,9 +185,9 @@ class Slots:
         return found
 
     def score_prompt(self, request: Request) -> None:
-        """Log-probabilities of the prompt's own tokens, from `prompt_logprobs_from` on; the first of them has none.
+        """Log-probabilities of the prompt's tokens, from `prompt_logprobs_from` on; the prompt's first token has none.
 
-        At temperature 1, whatever the request's: as SGLang does.
+        Always at temperature 1, like SGLang.
         """
         span = rounded_up(len(request.prompt), PREFILL_SPAN)
         tokens = torch.zeros(1, span, dtype=torch.long)

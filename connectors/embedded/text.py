@@ -16,7 +16,7 @@ from millrace.core.plain_text import whole
 
 @dataclass(frozen=True)
 class Stop:
-    """A stop string that was found, and the text to answer with."""
+    """A stop string that was found, and the text before it."""
 
     stop: str
     text: str
@@ -48,7 +48,7 @@ class Text:
         return text
 
     def find_pattern(self, output: list[int], params: SamplingParams) -> str | None:
-        """The first of `stop_regex` that is found in the text. It may reach as far back as it likes, so the text is whole."""
+        """The first of `stop_regex` that matches the text. Searches the whole text, since a match may start anywhere."""
         text = self.decode(output, params)
         return next((pattern for pattern in params.stop_regex if re.search(pattern, text)), None)
 

@@ -1,6 +1,6 @@
-"""Weights that a trainer broadcasts by gloo: the groups this engine has joined by name, and buckets received in them.
+"""Weights that a trainer broadcasts by gloo: the groups that this engine has joined, and the buckets received in them.
 
-Key prefixes of a group's store are those that SGLang gives it, so that a trainer need not know which engine it meets.
+Keys in a group's store have SGLang's prefixes, so that a trainer need not know which engine it meets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Listed:
-    """The tensors of a bucket: of one dtype, end to end."""
+    """The tensors of a bucket, concatenated and of one dtype."""
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
@@ -32,7 +32,7 @@ class Listed:
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Listed:
-        """From a request. Raises RequestError for what does not name a bucket."""
+        """Parse a request. Raises RequestError if it does not describe a bucket."""
         names, shapes, dtypes = (body.get(field) for field in ("names", "shapes", "dtypes"))
         if body.get("load_format") != "flattened_bucket":
             raise RequestError("load_format: only flattened_bucket is taken")
@@ -59,7 +59,7 @@ class WeightGroups:
         self._groups: dict[str, ProcessGroupGloo] = {}
 
     def join(self, name: str, host: str, port: int, rank: int, size: int) -> None:
-        """Meet the others at an address; returns once all are there. Raises RequestError if they are not in time."""
+        """Meet the other members at an address; returns once all are there. Raises RequestError after a timeout."""
         try:
             store = TCPStore(host, port, is_master=False, timeout=TIMEOUT)
             prefix = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -74,12 +74,12 @@ class WeightGroups:
             ) from error
 
     def leave(self, name: str) -> None:
-        """Raises RequestError for a group that was not joined."""
+        """Leave a group. Raises RequestError if it was not joined."""
         if self._groups.pop(name, None) is None:
             raise RequestError(f"group_name: {name!r} was not joined")
 
     def receive(self, name: str, listed: Listed) -> dict[str, Tensor]:
-        """One bucket that rank 0 sends. Raises RequestError for an unknown group, or one that was lost."""
+        """Receive one bucket from rank 0. Raises RequestError if the group is unknown or was lost."""
         if name not in self._groups:
             raise RequestError(f"group_name: {name!r} was not joined")
         sizes = [math.prod(shape) * listed.dtype.itemsize for shape in listed.shapes]

@@ -1,6 +1,6 @@
-"""Weights over HTTP: SGLang's endpoints that replace, name and compare them.
+"""Weights over HTTP: SGLang's endpoints that replace, rename and compare them.
 
-Owns parsing what brings weights; nothing is ever unpickled. Decides nothing about when the engine takes them.
+Owns parsing requests with weights; nothing is ever unpickled. The engine decides when it applies them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from millrace.connectors.embedded.model import ModelError, Weights
 from millrace.connectors.embedded.sampling import RequestError, whole
 from millrace.connectors.embedded.weight_group import Listed, WeightGroups
 
-MOST_RANKS = 4096  # of a trainer's rank and engines in one group
+MOST_RANKS = 4096  # in one group of a trainer's rank and engines
 
 
 class WeightRoutes:
-    """Handlers over one engine's weights."""
+    """HTTP handlers for one engine's weights."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -61,11 +61,11 @@ class WeightRoutes:
         return self._updated()
 
     async def begin_weight_update(self, http: web.Request) -> web.Response:
-        """Accepted for protocol's sake: updates here are atomic."""
+        """Does nothing, since updates here are atomic; SGLang's protocol has it."""
         return web.json_response({"success": True})
 
     async def end_weight_update(self, http: web.Request) -> web.Response:
-        """Accepted for protocol's sake: updates here are atomic."""
+        """Does nothing, since updates here are atomic; SGLang's protocol has it."""
         return web.json_response({"success": True})
 
     async def update_weights_from_tensor(self, http: web.Request) -> web.Response:
@@ -80,7 +80,7 @@ class WeightRoutes:
         return self._updated()
 
     async def init_weights_update_group(self, http: web.Request) -> web.Response:
-        """Join a group of a trainer and engines; answers once all are in it."""
+        """Join a group of a trainer and engines; answers once all members are in it."""
         body = await read_json(http)
         name, host = body.get("group_name"), body.get("master_address")
         if body.get("backend") != "gloo":
@@ -99,7 +99,7 @@ class WeightRoutes:
         return web.json_response({"success": True, "message": "left"})
 
     async def update_weights_from_distributed(self, http: web.Request) -> web.Response:
-        """Replace tensors by those that rank 0 of a group broadcasts."""
+        """Replace tensors by the bucket that rank 0 of a group broadcasts."""
         body = await read_json(http)
         listed = Listed.parse(body)
         self._check(dict(zip(listed.names, listed.shapes, strict=True)))
@@ -108,7 +108,7 @@ class WeightRoutes:
         return self._updated()
 
     async def update_weight_version(self, http: web.Request) -> web.Response:
-        """Rename the weights that are served."""
+        """Set the version of the served weights."""
         version = (await read_json(http)).get("new_version")
         if version is None:
             raise RequestError("new_version: missing")
@@ -120,7 +120,7 @@ class WeightRoutes:
         return web.json_response({"success": True, "new_version": str(version)})
 
     async def weights_checker(self, http: web.Request) -> web.Response:
-        """checksum: sha256 by tensor; snapshot and compare: whether weights changed since; reset_tensors: zero them."""
+        """checksum: sha256 by tensor; snapshot, then compare: whether weights changed in between; reset_tensors: zero them."""
         action = (await read_json(http)).get("action")
         if action not in ("checksum", "snapshot", "compare", "reset_tensors"):
             raise RequestError(f"action: {action!r} is not checksum, snapshot, compare or reset_tensors")
@@ -152,7 +152,7 @@ class WeightRoutes:
         self.engine.check_shapes(shapes)
 
     async def _replace(self, tensors: dict[str, Tensor], version: Any) -> None:
-        """Serve these tensors in place of those of their names, under a version if one is given."""
+        """Replace the served tensors of these names, and set the version if one is given."""
 
         def replace() -> None:
             engine = self.engine
