@@ -1,9 +1,9 @@
-"""An optimizer step in chunks: the passes of a chunk are made as soon as its groups are whole, before others are generated.
+"""An optimizer step in chunks: a chunk's passes run as soon as its groups are complete, while others are still generated.
 
 Gradients of chunks add up in the model's buffers, undivided and not reduced over ranks, in the order of the chunks. The passes
-of the last chunk reduce them; then they are divided by the denominator of the whole step's loss. What is held is a cache: the
-step is made of the committed batch, chunk by chunk, and passes that were made early count only if their rows are the batch's.
-So a step has the same bits however many of its chunks were passed early. Knows nothing of versions that are held, files or actors.
+of the last chunk reduce them; then they are divided by the denominator of the whole step's loss. Early passes are a cache: the
+step is made from the committed batch, chunk by chunk, and an early pass counts only if its rows are the batch's. So a step has
+the same bits for any number of early chunks. Knows nothing of held versions, files or actors.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Passed:
-    """The chunks whose gradients the model's buffers hold."""
+    """The chunks whose gradients are in the model's buffers."""
 
-    version: int  # that the step makes
-    hashes: list[str] = field(default_factory=list)  # of each chunk's rows
-    sums: MetricSums = field(default_factory=dict)  # of this rank
-    packs: list[int] = field(default_factory=list)  # tokens of this rank's
-    logprobs: list[SampleLogprobs] = field(default_factory=list)  # of this rank, where they are stored
+    version: int  # the version that the step makes
+    hashes: list[str] = field(default_factory=list)  # one per chunk, of its rows
+    sums: MetricSums = field(default_factory=dict)  # this rank's
+    packs: list[int] = field(default_factory=list)  # tokens of each of this rank's packs
+    logprobs: list[SampleLogprobs] = field(default_factory=list)  # this rank's, if they are stored
 
 
 class Chunks:
-    """The step in chunks of one rank. Every rank calls every method, with the same rows."""
+    """One rank's step in chunks. Every rank calls every method, with the same rows."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
         self._passed: _Passed | None = None
 
     def drop(self) -> None:
-        """Forget what was passed: whatever else uses the gradients comes first."""
+        """Forget all passes. Called before anything else uses the gradient buffers."""
         self._passed = None
 
     def add(self, version: int, number: int, rows: Sequence[Row]) -> int:
-        """Make the passes of chunk `number`, from 0, of the step to `version`; returns how many chunks are held then.
+        """Run the passes of chunk `number`, from 0, of the step to `version`; returns the number of chunks held afterwards.
 
-        One that is held is not passed again. Does nothing where those before it are not held: the caller goes back to the first
-        that is missing.
+        A held chunk is not passed again. If an earlier chunk is missing, does nothing: the caller continues with the first missing
+        chunk.
         """
         oldest = oldest_age(rows)
         held = self._agreed(version)
         digest = hash_of(rows, oldest)
         if number < len(held) and held[number] != digest:
             log.warning(
-                "chunk %d of step %d has other rows than were passed: all are passed again", number, version
+                "chunk %d of step %d has other rows than its passes: all passes run again", number, version
             )
             self.drop()
             held = []
@@ -78,10 +78,10 @@ class Chunks:
     def finish(
         self, version: int, chunks: Sequence[Sequence[Row]]
     ) -> tuple[dict[str, float], list[int], list[SampleLogprobs]]:
-        """Leave the step's gradients in the model's buffers; its metrics over all ranks, and the tokens of this rank's packs.
+        """Leave the step's gradients in the model's buffers; returns its metrics over all ranks, and the tokens of this rank's packs.
 
-        With trainer.store_logprobs also the log-probabilities that this rank writes. chunks: the rows of the whole step. Nothing
-        is held afterwards.
+        With trainer.store_logprobs also returns the log-probabilities that this rank writes. chunks: the rows of the whole step.
+        Afterwards no chunk is held.
         """
         every = [*chain.from_iterable(chunks)]
         oldest, held = oldest_age(every), self._agreed(version)
@@ -102,13 +102,13 @@ class Chunks:
             policy.measure_gradient()
 
         self._pass(passed, chunks[-1], oldest, divide)
-        if "loss" in passed.sums:  # a plain sum; all others are over weights of their own
+        if "loss" in passed.sums:  # a plain sum; other metrics have separate weights
             loss, weight = passed.sums["loss"]
             passed.sums["loss"] = loss / denominator, weight
         return step_metrics(self._learner.objective, passed.sums), passed.packs, passed.logprobs
 
     def _agreed(self, version: int) -> list[str]:
-        """Hashes of the chunks that all ranks hold of a step; where ranks differ, as after an error of one, all drop theirs."""
+        """Hashes of a step's chunks that all ranks hold. If ranks differ, for example after an error on one, all drop theirs."""
         passed = self._passed if self._passed and self._passed.version == version else None
         ours: list[str] = passed.hashes if passed else []
         everywhere: list[Any] = [ours] * dist.get_world_size()
@@ -120,7 +120,7 @@ class Chunks:
         return ours
 
     def _take(self, version: int) -> _Passed:
-        """What is held, to add to it: until that is done nothing is. Without any, gradients start from zero."""
+        """Take the held chunks to add one. During that none is held, so an error drops all. Without any, gradients start from zero."""
         passed, self._passed = self._passed, None
         if passed is None:
             self._learner.policy.zero_grad()
@@ -143,7 +143,7 @@ class Chunks:
 
 
 def hash_of(rows: Sequence[Row], oldest: int) -> str:
-    """Hash of everything that the passes of these rows read. oldest: largest age of a token in the iteration."""
+    """Hash of all values that the passes of these rows read. oldest: largest age of a token in the iteration."""
     digest = hashlib.sha256(str(oldest).encode())
     for row in rows:
         plain = (

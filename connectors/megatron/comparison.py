@@ -1,7 +1,7 @@
-"""Engine and trainer compared before an iteration's first update: the rounding floor, the refusal, and what it looks like.
+"""Compares engine and trainer before an iteration's first update: the rounding floor, the refusal, and its likely cause.
 
-Owns what is computed a second time, and when. `core.logprob_gap` owns the limit and the causes. Every rank calls every
-method with the same rows, so that all refuse or none.
+Owns which log-probabilities are computed a second time, and when. `core.logprob_gap` owns the limit and the causes. Every rank
+calls every method with the same rows, so that all ranks refuse or none does.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from millrace.connectors.megatron.refusals import refuse_gap
 from millrace.core import logprob_gap
 from millrace.core.logprob_gap import AGAIN, SAMPLES, LogprobGuard, Tokens, chosen_samples
 
-EXPLAINED = 512, 1 << 20  # samples and tokens that are looked into before a step is refused
+EXPLAINED = 512, 1 << 20  # most samples and tokens that are examined for the cause of a refusal
 
 
 class Comparison:
-    """Of one iteration's samples, on one rank."""
+    """Compares one iteration's samples, on one rank."""
 
     def __init__(self, learner: Learner, guard: LogprobGuard) -> None:
         self._learner = learner
         self._guard = guard
         self._floor = guard.floor
-        self.figures: dict[str, float] = {}  # metrics of the step that was compared
+        self.figures: dict[str, float] = {}  # metrics of the compared step
 
     def check(self, rows: Sequence[Row], mean: float, largest: float, version: int) -> None:
-        """Raise RefusedStepError for a mean difference above the limit on the rows of a step; nothing of step `version` is applied.
+        """Raise RefusedStepError, before step `version` is applied, if the mean difference on a step's rows exceeds the limit.
 
-        A floor that was measured on other samples is measured again before that: a policy may have grown less sure.
+        If the rounding floor was measured on other samples, it is measured again first, since the policy may have become less sure.
         """
         if not any(_compared(row).any() for row in rows):
             return
@@ -61,12 +61,12 @@ class Comparison:
             self.figures["logprob_gap_floor"] = floor
 
     def _measure(self, rows: Sequence[Row], most: int) -> float:
-        """Mean absolute difference of the trainer's own two computations, on some of the rows: the rounding floor."""
+        """Measure the rounding floor: the mean absolute difference of two computations of the trainer, on some of the rows."""
         self._floor = rounding_floor(self._learner, rows, most)
         return self._floor
 
     def _tokens(self, rows: Sequence[Row]) -> Tokens:
-        """The compared tokens of some of the rows, all ranks' together."""
+        """The compared tokens of some of the rows, of all ranks."""
         learner = self._learner
         chosen = chosen_samples([len(row.tokens) for row in rows], *EXPLAINED)
         members = [rows[index] for index in chosen]
@@ -101,9 +101,9 @@ class Comparison:
 
 
 def rounding_floor(learner: Learner, rows: Sequence[Row], most: int = SAMPLES) -> float:
-    """Mean |log p in the model's type - log p one type wider| over the tokens with a loss of at most so many of the rows.
+    """Mean |log p in the model's type - log p one type wider| over the tokens with a loss of at most `most` rows.
 
-    A forward pass of each kind, and no more tokens than one pack of every rank has. Changes nothing.
+    Makes one forward pass of each kind, with at most one pack per rank. Changes nothing.
     """
     tokens = learner.config.trainer.max_pack_tokens * mpu.get_data_parallel_world_size()
     trained = [row for row in rows if row.loss_mask.any()]
@@ -124,13 +124,13 @@ def rounding_floor(learner: Learner, rows: Sequence[Row], most: int = SAMPLES) -
 
 
 def _compared(row: Row) -> np.ndarray:
-    """Which response tokens engine and trainer must agree on."""
+    """A mask of the response tokens on which engine and trainer must agree."""
     mask: np.ndarray = row.loss_mask.astype(bool)
     return mask if row.ages is None else mask & (row.ages == 0)
 
 
 def reports() -> bool:
-    """Whether this rank reports: ranks of one tensor or context parallel group hold the same values."""
+    """Whether this rank reports; ranks of one tensor or context parallel group have equal values, so one of them does."""
     return bool(mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0)
 
 

@@ -1,7 +1,7 @@
 """PPO's critic: values of response tokens, and the gradient of the value loss.
 
-A second model with a scalar head that starts at zero, and an optimizer and a schedule. It starts from the policy's folder, or
-from algorithm.advantage.critic.path. Reads returns from the batch and does not compute them. Value loss: token mean over the global batch.
+A second model with a scalar head that starts at zero, and with a separate optimizer and schedule. It starts from the policy's
+folder, or from algorithm.advantage.critic.path. Reads returns from the batch. Value loss: token mean over the global batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Critic:
         return self.passes.values(batch.packs)
 
     def forward_backward(self, batch: RankBatch, sums: MetricSums) -> None:
-        """Gradients of the value loss: towards the batch's `returns`, clipped around its `values`."""
+        """Compute the gradients of the value loss against the batch's `returns`, clipped around its `values`."""
         spans = batch.spans()
 
         def loss(number: int, values: Tensor) -> tuple[Tensor, Metrics]:

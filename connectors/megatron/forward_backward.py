@@ -1,4 +1,4 @@
-"""Forward and backward passes of packs through one model of this rank, in step with all other ranks.
+"""Forward and backward passes of packs through one model of this rank, together with all other ranks.
 
 Owns megatron's schedule, the assembly of response tokens over context parallel ranks and the sums of metrics over ranks.
 Knows nothing of objectives.
@@ -30,11 +30,11 @@ from millrace.core.waits.heartbeat import beat
 
 Metrics = dict[str, tuple[Tensor, Tensor]]  # weighted sum and weight, by name
 MetricSums = dict[str, tuple[float, float]]  # the same as numbers, summed over packs
-Output = TypeVar("Output")  # what a head makes of the hidden states of a pack
+Output = TypeVar("Output")  # a head's output for the hidden states of a pack
 
 
 class ForwardBackward:
-    """One model of this rank: `model` is what megatron calls, `inner` holds the parameters."""
+    """One model of this rank. megatron calls `model`; `inner` holds the parameters."""
 
     def __init__(self, config: RunConfig, model: Any, inner: PolicyModel, device: Any) -> None:
         self.config = config
@@ -68,8 +68,9 @@ class ForwardBackward:
     ) -> None:
         """Leave the gradients of the sum of all packs' losses in the model's buffers, and add the metrics to `sums`.
 
-        `head` maps hidden states to the output of a pack, `loss` the pack's number and that output to its loss. Of the ranks
-        that hold the same samples, one adds the metrics. `forward_only` computes no gradients. `on_launched` is called when the device has all its work, before the host waits for it.
+        `head` maps a pack's hidden states to its output, `loss` the pack's number and output to its loss. Only one of the ranks with
+        the same samples adds the metrics. `forward_only` computes no gradients. `on_launched` is called when all work of the device
+        is launched, before the host waits for it.
         """
         counts_metrics = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
         numbers = iter(range(len(packs)))
@@ -85,13 +86,13 @@ class ForwardBackward:
             self._run(packs, pack_loss, forward_only=forward_only)
         if on_launched is not None:
             on_launched()
-        for metrics in metrics_of_packs:  # last: reading a number waits for the device
+        for metrics in metrics_of_packs:  # at the end, since reading a number waits for the device
             add_sums(sums, to_numbers(metrics))
 
     def gather_context_parallel(self, pack: Pack, local: Tensor) -> Tensor:
         """Values of all context parallel ranks in the pack's order, [N] or [N, k]; gradients flow to this rank's values."""
         if self.config.trainer.parallel.context == 1:
-            return local  # already whole and in order
+            return local  # already complete and in order
         out = local.new_zeros(pack.count, *local.shape[1:]).index_put((pack.slots,), local)
         others = out.detach().clone()
         dist.all_reduce(others, group=mpu.get_context_parallel_group())
@@ -102,7 +103,7 @@ class ForwardBackward:
     ) -> None:
         first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
         counts = iter([int(first)] + [0] * (len(packs) - 1))
-        # bf16 models convert their outputs to fp32, which only a sum over tensor parallel ranks needs
+        # megatron's bf16 models convert their outputs to fp32, but only a sum over tensor parallel ranks needs that
         keep_bf16 = self.inner.config.bf16 and self.config.trainer.parallel.tensor == 1
         extra = {"fp32_output": False} if keep_bf16 else {}
 
@@ -158,7 +159,7 @@ class LogprobForwardBackward(ForwardBackward):
         self._wide: torch.dtype | None = None
 
     def wider_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
-        """The same as `logprobs`, computed one type wider than the weights are. See `wider`."""
+        """The same as `logprobs`, computed in the next wider type than the weights'. See `wider`."""
         with computing_wider(self.inner) as self._wide:
             try:
                 return self.logprobs(packs)
@@ -182,7 +183,7 @@ class LogprobForwardBackward(ForwardBackward):
     ) -> TokenLogprobs:
         """Log-probabilities [N] of the whole pack's response tokens, and entropies, on every context parallel rank.
 
-        others: with those [N, k] of the pack's other tokens, too.
+        others: also return log-probabilities [N, k] of the pack's other tokens.
         """
         if self.config.trainer.parallel.sequence:
             hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -216,7 +217,7 @@ class LogprobForwardBackward(ForwardBackward):
 
 
 class ValueForwardBackward(ForwardBackward):
-    """A model with a scalar head, and the values that it gives."""
+    """A model with a scalar head, and its values."""
 
     def values(self, packs: Sequence[Pack]) -> Tensor | None:
         """Values of the packs' response tokens, end to end; None before the last pipeline stage."""
@@ -232,7 +233,7 @@ class ValueForwardBackward(ForwardBackward):
 
 
 def maximum(values: Tensor) -> tuple[Tensor, Tensor]:
-    """A maximum as a metric. Its weight is NaN, by which `add_sums` knows it."""
+    """A maximum as a metric, marked for `add_sums` by the weight NaN."""
     largest = values.max() if values.numel() else values.new_zeros(())
     return largest, torch.full_like(largest, math.nan)
 
@@ -258,7 +259,7 @@ def add_sums(total: MetricSums, more: MetricSums) -> None:
 
 
 def means_of(sums: MetricSums) -> dict[str, float]:
-    """Weighted sums over their weights, by name; maxima and plain sums as they are."""
+    """Weighted sums divided by their weights, by name; maxima and plain sums are unchanged."""
     return {
         name: value if math.isnan(weight) or not weight else value / weight
         for name, (value, weight) in sums.items()

@@ -1,6 +1,6 @@
 """Models that are not trained: the reference (the policy at an earlier version) and a teacher.
 
-Owns where their weights live. Knows nothing of what their log-probabilities are used for.
+Owns the place of their weights. Knows nothing of the use of their log-probabilities.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, TrainerError
 from millrace.core.model_folder.config_file import read_hf_config
 
-OF_A_FOLDER = -1  # the version of a reference that the run did not make
+OF_A_FOLDER = -1  # the version of a reference from another folder
 
 
 def reference_of(config: RunConfig, policy: GPTModel, hf: dict[str, Any]) -> Reference:
-    """The reference that the configuration names, by way of the policy's model, which holds the weights of model.path after it too.
+    """The configured reference. Loads it through the policy's model, which afterwards holds the weights of model.path again.
 
     Raises ConfigError if the folder's model is not the policy's, or its weights do not fit.
     """
@@ -53,14 +53,14 @@ class Reference:
     """Parameters of the policy's architecture in host memory, swapped into the policy's model for a forward pass."""
 
     def __init__(self, policy: GPTModel, version: int = 0) -> None:
-        """A copy of what the policy's model holds now. version: OF_A_FOLDER where these are no weights of the run."""
+        """Copy the current weights of the policy's model. version: OF_A_FOLDER if they are not the run's."""
         self._policy = policy
-        self.version = version  # weight version that it is a copy of
+        self.version = version  # the weight version of the copy
         self._weights: dict[str, Tensor] = {}
         self.copy_policy(version)
 
     def copy_policy(self, version: int) -> None:
-        """Copy the policy's current weights, which are of `version`."""
+        """Copy the policy's current weights, which have this version."""
         self._weights = {
             name: value.detach().to("cpu", copy=True) for name, value in self._policy.named_parameters()
         }
@@ -68,7 +68,7 @@ class Reference:
 
     @contextlib.contextmanager
     def as_policy(self) -> Iterator[None]:
-        """Within, the policy's model has the reference's weights."""
+        """A context in which the policy's model has the reference's weights."""
         parameters = dict(self._policy.named_parameters())
         policy_weights = {name: value.detach().clone() for name, value in parameters.items()}
         with torch.no_grad():
@@ -90,7 +90,7 @@ class Reference:
         return state
 
     def load_state(self, loaded: dict[str, Any], version: int) -> None:
-        """Load a `sharded_state` that was saved when the reference was a copy of `version`."""
+        """Load a `sharded_state` that was saved for a reference with this version."""
         for name, value in self._weights.items():
             if name in loaded:
                 value.copy_(loaded[name])
@@ -98,7 +98,7 @@ class Reference:
 
 
 class Teacher:
-    """A second model, in the policy's layout, whose log-probabilities are distilled."""
+    """A second model, in the policy's parallel layout, whose log-probabilities are distilled."""
 
     def __init__(self, config: RunConfig, temperature: float, device: Any) -> None:
         folder = config.algorithm.teacher
@@ -113,7 +113,7 @@ class Teacher:
         )
 
     def check_tokens(self, rows: Sequence[Row]) -> None:
-        """Raise TrainerError if a token is not in the vocabulary. `rows`: all samples, so that all ranks raise or none."""
+        """Raise TrainerError if a token is not in the vocabulary. `rows`: all samples, so that all ranks raise or none does."""
         highest = max((int(row.tokens.max()) for row in rows), default=0)
         if highest >= self._vocab:
             raise TrainerError(

@@ -1,6 +1,6 @@
 """Loss of held-out samples: a forward pass without gradients, in the trainer's packs and layout.
 
-Owns how the parts of all ranks come together. Knows nothing of sets, files or versions.
+Owns how the parts of all ranks are combined. Knows nothing of sets, files or versions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def sample_losses(
     architecture: Architecture,
     device: Any,
 ) -> list[float]:
-    """Sum of -log p over each sample's tokens that have a loss, nats, on every rank. All ranks call it with all samples."""
+    """For each sample, the sum of -log p over its tokens with a loss, in nats. All ranks call it with all samples, and get all sums."""
     rows = [_row(number, sample) for number, sample in enumerate(samples)]
     packs = make_packs(rows, config, architecture, device, with_teacher=False)
     logprobs = passes.logprobs(packs)
     found: dict[int, float] = {}
-    # ranks of one tensor or context parallel group hold the same values: one of them reports
+    # ranks of one tensor or context parallel group have equal values, so one of them reports
     reports = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     if logprobs is not None and reports:
         members = [number for pack in packs for number in pack.members]

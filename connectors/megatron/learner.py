@@ -1,8 +1,8 @@
-"""The policy and what its algorithm needs beside it: critic, reference, teacher and KL coefficient.
+"""The policy and the other parts of its algorithm: critic, reference, teacher and KL coefficient.
 
-Owns what is computed when. What depends on the weights from before an iteration is computed at its first step, and so are
-whitened advantages, whose scale is that of the whole iteration; everything else step by step. Owns the algorithm's state in a
-checkpoint too. Knows nothing of files, actors or requested versions.
+Owns the order of computations. Values under the weights from before an iteration are computed at its first step, as are whitened
+advantages, which share one scale over the iteration; all else is computed step by step. Also owns the algorithm's state in a
+checkpoint. Knows nothing of files, actors or requested versions.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from millrace.core.errors import RefusedStepError, TrainerError
 
 @dataclass
 class _Iteration:
-    """The batches of an iteration's steps that are still to be trained."""
+    """The batches of an iteration's remaining steps."""
 
     batch: tuple[str, str | None]  # URL and hash of the file
-    first_pass: range  # its steps; those of later passes have the same batches
+    first_pass: range  # its steps; steps of later passes have the same batches
     batches: dict[int, RankBatch]  # by step
 
     @property
@@ -105,9 +105,10 @@ class Learner:
         return in_advantage or (o.needs_old and (steps > 1 or o.needs_recompute))
 
     def _needs_sampled(self, steps: int) -> bool:
-        """Whether the comparison with the engine needs a forward pass of its own over the samples of later steps.
+        """Whether the comparison with the engine needs an additional forward pass over the samples of later steps.
 
-        With the engine's log-probabilities as old ones nothing else computes the trainer's before the first update.
+        It does if the engine's log-probabilities serve as old ones, since then no other pass computes the trainer's before the
+        first update.
         """
         return self.objective.ratio_to_rollout and steps > 1
 
@@ -152,10 +153,10 @@ class Learner:
     def _start_iteration(
         self, version: int, batch_url: str, rows: Sequence[Row], whiten_apart: bool
     ) -> dict[int, RankBatch]:
-        """Batches from step `version` on, with what only the weights from before the iteration give."""
+        """Batches from step `version` on, with all values under the weights from before the iteration."""
         steps, passes = sorted({row.train_step for row in rows}), self.config.trainer.passes
         old = self._needs_old(len(steps) * passes)
-        # later weights are not those that sampled
+        # at a later step the weights have changed since sampling
         sampled = self._needs_sampled(len(steps) * passes) and version == steps[0]
         whiten = self.algorithm.whiten and not self.objective.supervised and not whiten_apart
         if (old or whiten or self.critic is not None) and version != steps[0]:
@@ -185,7 +186,8 @@ class Learner:
             )
             if old:
                 batch.set_per_token("old", self.passes.logprobs(batch.packs))
-            if sampled and (step != steps[0] or passes > 1):  # a first step alone computes its own
+            # a first step that is passed only once computes its log-probabilities itself
+            if sampled and (step != steps[0] or passes > 1):
                 batch.set_per_token("sampled", self.passes.logprobs(batch.packs))
             if self.critic is not None:
                 batch.set_per_token("values", self.critic.values(batch))
@@ -195,7 +197,7 @@ class Learner:
         return batches
 
     def _whiten(self, batches: Sequence[RankBatch]) -> None:
-        """Advantages of all batches of the iteration at once, on one scale."""
+        """Compute the advantages of all batches of the iteration together, on one scale."""
         for batch in batches:
             if self.algorithm.kl_placement == "reward":
                 self._ask_reference(batch)
@@ -209,7 +211,7 @@ class Learner:
             return [row.reward for row in rows]
         samples = ScoredSamples(
             rewards=[row.reward for row in rows],
-            group_ids=[0] * len(rows),  # shaping does not look at groups
+            group_ids=[0] * len(rows),  # shaping ignores groups
             lengths=[row.response_length for row in rows],
             truncated=[row.truncated for row in rows],
         )
@@ -224,9 +226,9 @@ class Learner:
     def logprob_gaps(self) -> dict[int, tuple[float, float]]:
         """Mean and largest difference of engine and trainer on the samples of each step of the iteration, over all ranks.
 
-        Before the first update, so that every token is compared under the weights that made it; those that older weights made
-        are left out, and the difference is 0 where they made all. Steps whose
-        log-probabilities their own forward pass gives are missing: they report the difference among their metrics.
+        Computed before the first update, so that every token is compared under the weights that made it. Tokens of older weights are
+        left out; the difference is 0 if they made all tokens. Steps that compute these log-probabilities in their own forward pass
+        are missing: their metrics contain the difference.
         """
         assert self._iteration is not None
         sums: MetricSums = {}
@@ -242,9 +244,9 @@ class Learner:
         return {step: (means[f"logprob_gap_mean/{step}"], means[f"logprob_gap_max/{step}"]) for step in steps}
 
     def batches_before_update(self) -> list[RankBatch]:
-        """The batches of the iteration's steps, in their order, each with log-probabilities of the weights from before it.
+        """The batches of the iteration's steps, in order, each with log-probabilities under the weights from before the iteration.
 
-        Called before the first update. The first step's own forward pass is to come, and gives its.
+        Call it before the first update. The first step's are missing, since its own forward pass will compute them.
         """
         assert self._iteration is not None
         first = self._iteration.first_step
@@ -257,7 +259,7 @@ class Learner:
     # a step
 
     def forward_backward(self, batch: RankBatch, version: int) -> dict[str, float]:
-        """Gradients of every model that this step trains; the step's metrics over all ranks."""
+        """Compute the gradients of every model that this step trains; returns the step's metrics over all ranks."""
         self.policy.zero_grad()
         self.objective.kl_coef = self.kl_controller.value
         sums: MetricSums = {}
@@ -278,7 +280,7 @@ class Learner:
         return explained_variance(means) if self.critic is not None else means
 
     def chunk_batch(self, rows: Sequence[Row], oldest: int) -> RankBatch:
-        """This rank's part of some samples of a step that is the iteration's only one, with all per-token values.
+        """This rank's part of a chunk of the iteration's only step, with all per-token values.
 
         Its weights are not yet divided by the step's denominator. oldest: largest age of a token in the whole iteration.
         """
@@ -300,7 +302,7 @@ class Learner:
         return batch
 
     def _estimate(self, batches: Sequence[RankBatch]) -> None:
-        """Advantages and returns of the batches' tokens; whitened ones are on one scale over all of them."""
+        """Compute advantages and returns of the batches' tokens. Whitened advantages share one scale over all batches."""
         if self.objective.supervised:
             for batch in batches:
                 batch.per_token["advantages"] = torch.zeros_like(batch.mask)
@@ -326,19 +328,19 @@ class Learner:
                 batch.per_token["returns"] = returns
 
     def trains_policy(self, version: int) -> bool:
-        """Whether a step trains the policy: the first critic.only_steps steps train the critic alone."""
+        """Whether a step trains the policy. The first critic.only_steps steps train only the critic."""
         return self.critic is None or version > self.critic.config.only_steps
 
     def check_on_policy(self, version: int, metrics: dict[str, float]) -> None:
-        """Check an iteration's first step, whose ratio is against the very weights that it trains.
+        """Check an iteration's first step, whose old weights are the weights that it trains.
 
-        Raises RefusedStepError if the ratio is not exactly 1, or the KL not 0 where the reference equals the policy.
+        Raises RefusedStepError if the ratio is not exactly 1, or the KL not exactly 0 although the reference equals the policy.
         """
         a = self.algorithm
         o = self.objective
         first = (
             self._iteration is None or version == self._iteration.first_step
-        )  # None: its only one, in chunks
+        )  # None: the iteration's only step, in chunks
         own_loss = a.loss.kind == "function"
         if not a.on_policy_guard or o.supervised or o.ratio_to_rollout or own_loss or not first:
             return
@@ -356,10 +358,10 @@ class Learner:
         return policy + ([("critic_", self.critic.trainable)] if self.critic is not None else [])
 
     def finish_step(self, version: int, metrics: dict[str, float], samples: int) -> None:
-        """Update what follows an applied step: KL coefficient, reference and the iteration's batches."""
+        """After an applied step, update the KL coefficient, the reference and the iteration's batches."""
         if not self.trains_policy(version):
             self.policy.skip()
-        elif "kl" in metrics:  # the KL of a policy that is not trained yet must not move the coefficient
+        elif "kl" in metrics:  # only once the policy trains: its KL before that must not move the coefficient
             self.kl_controller.update(metrics["kl"], samples)
         update_steps = self.algorithm.reference_update_steps
         if self.reference is not None and update_steps and version % update_steps == 0:
@@ -371,7 +373,7 @@ class Learner:
                 self._iteration = None
 
     def _forget_reference(self) -> None:
-        """Have later passes ask the reference again, unless its log-probabilities are in advantages, which are kept."""
+        """Let later passes ask the reference again, unless its log-probabilities are part of advantages, which stay."""
         if self._iteration is not None and self.algorithm.kl_placement == "loss":
             for batch in self._iteration.batches.values():
                 batch.computed.discard("ref")
@@ -381,13 +383,13 @@ class Learner:
 
     @property
     def checkpoint_parts(self) -> list[str]:
-        """What a checkpoint holds besides the policy."""
+        """The parts of a checkpoint besides the policy."""
         reference = self.reference is not None and self.algorithm.reference_update_steps
         return (["critic"] if self.critic is not None else []) + (["reference"] if reference else [])
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What this rank saves of tensors."""
+        """Bytes of tensors that this rank saves."""
         models = [self.policy, *([self.critic.trainable] if self.critic is not None else [])]
         reference = bytes_of_weights(self.policy.inner) if "reference" in self.checkpoint_parts else 0
         return sum(model.checkpoint_bytes for model in models) + reference
@@ -418,7 +420,7 @@ class Learner:
         }
 
     def load_state(self, loaded: dict[str, Any]) -> None:
-        """Load sharded and common state."""
+        """Load the sharded and the common state."""
         self.drop_iteration()
         self.policy.load_state(loaded)
         algorithm = loaded.get("algorithm", {})

@@ -1,4 +1,4 @@
-"""Samples as packs of this rank: token tensors in megatron's layout, and where the response tokens stand in them.
+"""Packs samples for this rank: token tensors in megatron's layout, and the positions of response tokens in them.
 
 Owns which rank gets which sample, padding, and context parallel order. Knows nothing of losses.
 """
@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass
 class Row:
-    """One sample of a batch, as the trainer reads it."""
+    """One sample of a batch, as read by the trainer."""
 
     sample_id: str
     tokens: npt.NDArray[np.int32]
@@ -38,19 +38,17 @@ class Row:
     rollout_logprobs: Floats
     advantage: float | None  # None: computed per token
     reward: float  # NaN: not scored
-    shaped_reward: float | None  # None: not shaped, or stored before the column was
+    shaped_reward: float | None  # None: not shaped, or stored before this column existed
     truncated: bool
     train_step: int
     teacher_logprobs: Floats | None = None  # of a served teacher
-    teacher_top_tokens: Ints | None = None  # [response tokens, k] its likeliest ones
+    teacher_top_tokens: Ints | None = None  # [response tokens, k] its likeliest tokens
     teacher_top_logprobs: Floats | None = None  # [response tokens, k]
-    ages: Ints | None = (
-        None  # [response tokens] see millrace.core.staleness.token_ages; None: the weights that are trained made all
-    )
-    engine_id: str = ""  # of the engine that made the last of it
+    ages: Ints | None = None  # [response tokens] see millrace.core.staleness.token_ages; None: all 0
+    engine_id: str = ""  # the engine that made its last tokens
 
     def trains(self, max_age: int | None) -> bool:
-        """Whether the loss has any token of it, where it has none of more than `max_age`."""
+        """Whether the loss uses any of its tokens, if it excludes tokens older than `max_age`."""
         mask = (
             self.loss_mask
             if max_age is None or self.ages is None
@@ -60,12 +58,12 @@ class Row:
 
 
 def oldest_age(rows: Sequence[Row]) -> int:
-    """The largest age of a token of theirs."""
+    """The largest age of a token in these rows."""
     return max((int(row.ages.max(initial=0)) for row in rows if row.ages is not None), default=0)
 
 
 def cut_into(rows: Sequence[Row], counts: Sequence[int]) -> list[Sequence[Row]]:
-    """The rows in runs of so many, which together are all of them."""
+    """Split the rows into consecutive parts with these counts, which must add up to all rows."""
     ends = np.cumsum([0, *counts]).tolist()
     assert ends[-1] == len(rows), f"{counts} are not {len(rows)} rows"
     return [rows[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
@@ -81,14 +79,14 @@ class Pack:
     position_ids: Tensor  # [1, T / cp]
     params: PackBounds
     places: Tensor  # [n] local positions whose next token is a response token held by this rank
-    targets: Tensor  # [n] those next tokens
+    targets: Tensor  # [n] the next tokens
     slots: Tensor  # [n] their indices among the pack's N response tokens
     count: int  # N
-    others: Tensor | None  # [n, k] a served teacher's likeliest tokens in place of each target
+    others: Tensor | None  # [n, k] a served teacher's likeliest tokens at each target's position
 
     @property
     def tokens(self) -> int:
-        """Tokens of the samples, without padding."""
+        """Number of the samples' tokens, without padding."""
         return sum(len(row.tokens) for row in self.rows)
 
 
@@ -143,9 +141,9 @@ def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) ->
 def _ages(row: dict[str, Any], trained: int, steps: int, keeps_cache: bool) -> Ints | None:
     """Age of each response token under the weights `trained`, from which an iteration of `steps` starts; None: all 0.
 
-    Tokens of a reused sample are of an earlier iteration, and at least 1 old. So are, where engines go on with the keys and
-    values of older weights (keeps_cache), tokens after any that older weights made: no weights alone give them their
-    log-probabilities.
+    Tokens of a reused sample come from an earlier iteration, so their age is at least 1. If engines continue with the keys and
+    values of older weights (keeps_cache), the same holds for tokens after a token of older weights: no single version gives them
+    their log-probabilities.
     """
     reused = row["reused_from"] is not None
     if not reused and all(span["version"] >= trained for span in row["policy_versions"]):
@@ -176,7 +174,7 @@ def make_packs(
 ) -> list[Pack]:
     """This rank's packs of a global batch. Every rank gets the same number, with about the same FLOPs.
 
-    with_teacher: whether a served teacher was asked about the rows; of held-out texts it was not.
+    with_teacher: whether the rows have values of a served teacher; held-out texts have none.
     """
     parallel = config.trainer.parallel
     align = (2 * parallel.context if parallel.context > 1 else 1) * (
@@ -211,10 +209,10 @@ def make_pack(
     device: Any,
     top_k: int = 0,
 ) -> Pack:
-    """Lay samples end to end, each padded to a multiple of `align` tokens. No rows: a pack of padding alone.
+    """Concatenate samples, each padded to a multiple of `align` tokens. Without rows, the pack has only padding.
 
-    top_k: how many of a teacher's likeliest tokens each row has at each response token. Laid in numpy: PyTorch's threads spin
-    between operations that are too small for several.
+    top_k: number of a teacher's likeliest tokens at each response token. Uses numpy, since PyTorch's threads spin between
+    operations that are too small for several threads.
     """
     padded = [-(-len(row.tokens) // align) * align for row in rows] or [align]
     bounds = [0, *np.cumsum(padded).tolist()]
@@ -232,7 +230,7 @@ def make_pack(
     count = len(predicts)
     places, pack_places, slots = predicts, predicts, np.arange(count)
     local: Any = slice(None)  # positions of this rank
-    if cp_size > 1:  # without context parallelism the pack is whole here
+    if cp_size > 1:  # without context parallelism this rank has the whole pack
         local = zigzag_positions(bounds, cp_size, cp_rank).numpy()
         slot_of = np.full(bounds[-1], -1)
         slot_of[predicts] = slots

@@ -3,8 +3,8 @@
 Written for megatron-core 0.16 to 0.19 and PyTorch 2.13, without Transformer Engine and Apex. On an upgrade, read each function
 against the new source. Imports nothing of millrace: other modules call these functions and pass what they put in place.
 
-Not patches, and set where they are used: fields meant to be set (hooks of a TransformerConfig, layer specs, `param_groups`)
-and megatron's marks on parameters of our own models (`sequence_parallel`, `grad_added_to_main_grad`).
+Not patches, and set in the modules that use them: fields meant to be set (hooks of a TransformerConfig, layer specs,
+`param_groups`) and megatron's marks on parameters of our models (`sequence_parallel`, `grad_added_to_main_grad`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Accumulate = Callable[[Tensor, Tensor, Tensor], None]  # layer's input, output g
 
 
 def answer_cuda_calls_on_cpu(device: torch.device) -> None:
-    """torch.cuda (PyTorch 2.13): the calls that megatron makes on every host and that fail where there is no GPU.
+    """torch.cuda (PyTorch 2.13): calls that megatron makes on every host, and that fail without a GPU.
 
-    A TorchFunctionMode does not see them: they take no tensor.
+    A TorchFunctionMode does not see them, since they take no tensor.
     """
     cuda: Any = torch.cuda
     cuda.current_device = lambda: device
@@ -36,7 +36,7 @@ def answer_cuda_calls_on_cpu(device: torch.device) -> None:
 
 
 def use_cpu_rng() -> None:
-    """megatron-core 0.16 to 0.19, tensor_parallel.random: its RNG tracker reads and writes the state of a GPU's generator."""
+    """megatron-core 0.16 to 0.19, tensor_parallel.random: the RNG tracker reads and writes a GPU generator's state."""
     from megatron.core.tensor_parallel import random
 
     module: Any = random
@@ -47,12 +47,12 @@ def use_cpu_rng() -> None:
 def keep_token_dispatcher_on_cpu(device: torch.device) -> None:
     """megatron-core 0.16 to 0.19, moe.token_dispatcher: it copies split sizes to the host on a side stream of the GPU.
 
-    On a CPU there is no stream and nothing to copy, but collectives still take the sizes as arrays, not tensors.
+    A CPU has no stream, and nothing must be copied, but collectives still need the sizes as arrays, not tensors.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
     dispatcher_class: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
-    dispatcher_class.cuda_dtoh_stream = device  # anything but None, for which it would make a stream
+    dispatcher_class.cuda_dtoh_stream = device  # for None it would create a stream
     dispatcher_class._maybe_dtoh_and_synchronize = _split_sizes_as_arrays
 
 
@@ -68,7 +68,7 @@ def _split_sizes_as_arrays(dispatcher: Any, point: str, tokens_per_expert: Any =
 
 
 def name_missing_transformer_engine() -> None:
-    """megatron-core 0.16 to 0.19, moe.moe_utils: the router reads `te_general_gemm`, which is defined only with the engine."""
+    """megatron-core 0.16 to 0.19, moe.moe_utils: the router reads `te_general_gemm`, defined only with Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not moe_utils.HAVE_TE:
@@ -79,8 +79,8 @@ def name_missing_transformer_engine() -> None:
 def offer_weight_gradient_product(accumulate: Accumulate) -> bool:
     """megatron-core 0.16 to 0.19, tensor_parallel.layers: it sums weight gradients in fp32 with an extension of Apex.
 
-    Where there is a GPU and no Apex, `accumulate` takes the place of both functions of that extension. Returns whether
-    megatron has gradient accumulation fusion.
+    With a GPU and without Apex, `accumulate` replaces both functions of that extension. Returns whether megatron has gradient
+    accumulation fusion.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -94,7 +94,7 @@ def offer_weight_gradient_product(accumulate: Accumulate) -> bool:
 
 
 def leave_new_memory_unfilled() -> None:
-    """torch.utils.deterministic (PyTorch 2.13): deterministic mode fills new tensors, which costs a pass over memory."""
+    """torch.utils.deterministic (PyTorch 2.13): deterministic mode fills new tensors, at the cost of a pass over memory."""
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False
 
@@ -104,9 +104,9 @@ def leave_new_memory_unfilled() -> None:
 
 @contextlib.contextmanager
 def checkpoints_read_as_data(metadata: Any, as_data: Callable[[Any], Any]) -> Iterator[None]:
-    """torch.distributed.checkpoint (PyTorch 2.13): it unpickles a table of contents and objects, and calls what they name.
+    """torch.distributed.checkpoint (PyTorch 2.13): it unpickles a table of contents and objects, and calls any function that they name.
 
-    metadata: the table of contents, read already. as_data(stored) gives the stored object without what could be called.
+    metadata: the table of contents, already read. as_data(stored) returns the stored object without anything callable.
     """
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
@@ -132,14 +132,14 @@ def checkpoints_read_as_data(metadata: Any, as_data: Callable[[Any], Any]) -> It
 
 
 def replace_weight_copy(optimizer: Any, copy: Callable[[], None]) -> None:
-    """DistributedOptimizer (megatron-core 0.16 to 0.19): it copies fp32 parameters to the model's one by one."""
+    """DistributedOptimizer (megatron-core 0.16 to 0.19): it copies fp32 parameters to the model's parameters one by one."""
     optimizer._copy_main_params_to_model_params = copy
 
 
 def set_gradient_divisor(adam: torch.optim.Optimizer, divisor: Tensor | None) -> None:
     """torch.optim.AdamW (PyTorch 2.13): its fused kernel divides gradients by `grad_scale`, which GradScaler sets.
 
-    Used for clipping, which saves the pass over memory that scales them beforehand.
+    Used for clipping, so that gradients need no separate pass over memory for scaling.
     """
     fused: Any = adam
     fused.grad_scale = divisor
@@ -149,8 +149,8 @@ def set_gradient_divisor(adam: torch.optim.Optimizer, divisor: Tensor | None) ->
 def parameters_saved_in_place(optimizers: list[Any], state_of: Callable[..., Any]) -> Iterator[None]:
     """DistributedOptimizer (megatron-core 0.16 to 0.19): saving gathers all parameters and moments in each rank's host memory, twice.
 
-    For 4 billion parameters that takes minutes. It also loses the padding between buckets, which tied embeddings over
-    pipeline stages have, though it indexes with it. state_of(optimizer, model_state, loading=...) takes its place.
+    For 4 billion parameters that takes minutes. With tied embeddings over pipeline stages it is also wrong: it drops the padding
+    between buckets, but its indices count the padding. state_of(optimizer, model_state, loading=...) replaces it.
     """
 
     def replacement(optimizer: Any) -> Callable[..., Any]:
@@ -172,7 +172,7 @@ def parameters_saved_in_place(optimizers: list[Any], state_of: Callable[..., Any
 def steps_kept_on_load(optimizers: list[Any]) -> Iterator[None]:
     """DistributedOptimizer (megatron-core 0.16 to 0.19): loading sets a parameter's state without Adam's `step`.
 
-    The loaded state keeps the step elsewhere, and PyTorch's AdamW requires it with the rest.
+    The loaded state has the step in another place, but PyTorch's AdamW requires it in the parameter's state.
     """
     for optimizer in optimizers:
         optimizer._set_main_param_and_optimizer_states = _set_states_with_step(optimizer)

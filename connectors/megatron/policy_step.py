@@ -1,6 +1,6 @@
 """The policy's part of an optimizer step: the objective over this rank's packs, and its gradients.
 
-Owns how a rank's batch meets the objective. Knows nothing of versions, files, actors or other models.
+Owns passing a rank's batch to the objective. Knows nothing of versions, files, actors or other models.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def policy_step(
     forward_only: bool,
     on_launched: Callable[[], None],
 ) -> None:
-    """Leave the gradients of the step's loss in the model's buffers, unless `forward_only`; add every metric to `sums`."""
+    """Leave the gradients of the step's loss in the model's buffers, unless `forward_only`; add all metrics to `sums`."""
     spans, lengths = batch.spans(), batch.pack_lengths()
 
     def loss(number: int, output: TokenLogprobs) -> tuple[Tensor, Metrics]:
@@ -77,7 +77,7 @@ def policy_step(
 def _router_losses(
     passes: LogprobForwardBackward, batch: RankBatch, sums: MetricSums, *, forward_only: bool
 ) -> Iterator[None]:
-    """Within, backward passes include the losses of the routers, where the model has any; their metrics join `sums`."""
+    """A context in which backward passes include the routers' losses, if the model has any; adds their metrics to `sums`."""
     losses = passes.inner.router_losses
     if losses is None or forward_only:
         yield
@@ -97,7 +97,7 @@ def _token_batch(
     objective: Objective,
     output: TokenLogprobs,
 ) -> TokenBatch:
-    """What the objective reads, of the pack whose tokens are `span` of the batch."""
+    """The objective's input for one pack, whose tokens are `span` of the batch."""
     rollout, ref = batch.rollout_logprobs[span], batch.per_token.get("ref")
     if "old" in batch.per_token:
         old = batch.per_token["old"][span]
@@ -121,12 +121,12 @@ def _token_batch(
 
 
 def _teacher_kl(tokens: TokenBatch, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """KL of the sampling policy from the teacher, by its plain estimate on the sampled tokens."""
+    """KL of the sampling policy from the teacher, estimated on the sampled tokens."""
     mask = tokens.mask.bool()
     return clean(tokens.old_logprobs - teacher, mask).sum(), mask.sum().float()
 
 
 def logprob_gap(sampled: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """Difference between the trainer's log-probabilities under the weights that sampled, and the engine's; all [N]."""
+    """Difference between the trainer's log-probabilities, under the sampling weights, and the engine's; all [N]."""
     gap = clean((sampled.float() - rollout).abs(), mask)
     return {"logprob_gap_mean": (gap.sum(), mask.sum().float()), "logprob_gap_max": maximum(gap)}

@@ -1,10 +1,10 @@
 """One rank of the trainer: the class that becomes a Ray actor. Every rank gets every call.
 
-Owns the live state (model, optimizer, schedule, weight version) and the rule that a step is applied once. The story of a step:
-`train` reads the batch (packing), has the learner prepare this rank's part (rank_batch), run forward and backward passes
-(policy_step, critic, forward_backward) and apply them (trainable_model). With pipeline.eager the passes are made chunk by chunk
-(chunks), the first of them by `pass_chunk`, before there is a batch. Heavy imports happen in `prepare`, so that the
-driver can name the class without loading torch.
+Owns the live state (model, optimizer, schedule, weight version) and the rule that a step is applied once. A step runs like this:
+`train` reads the batch (packing); the learner prepares this rank's part (rank_batch), runs forward and backward passes
+(policy_step, critic, forward_backward) and applies them (trainable_model). With pipeline.eager the passes run chunk by chunk
+(chunks), the first chunks by `pass_chunk`, before the batch exists. Heavy imports happen in `prepare`, so that the driver can
+name the class without loading torch.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class TrainerRank(RankWeights):
         self.busy: str | None = None
         self._background: BackgroundWriter | None = None
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
-        self.reload_s = 0.0  # seconds that taking GPU memory back took, at the last call that needed it
-        self._rows: tuple[tuple[str, str | None], list[Row]] | None = None  # by URL and hash of their batch
-        self._trained_on: str | None = None  # hash of the batch of the last step
-        self._meeting: socket.socket | None = None  # where the ranks meet, held from `address` to `setup`
+        self.reload_s = 0.0  # seconds to take GPU memory back, in the last call that needed it
+        self._rows: tuple[tuple[str, str | None], list[Row]] | None = None  # with URL and hash of their batch
+        self._trained_on: str | None = None  # hash of the last step's batch
+        self._meeting: socket.socket | None = None  # the ranks' meeting point, from `address` to `setup`
 
     def address(self) -> tuple[str, int]:
-        """This node's address and a port of rank 0's, for the ranks to meet at. Nobody can take it before `setup`."""
+        """This node's address and a port of rank 0, at which the ranks meet. The port stays reserved until `setup`."""
         host = "127.0.0.1" if self.world_size == 1 else os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1")
         if self._meeting:
             self._meeting.close()
@@ -63,7 +63,7 @@ class TrainerRank(RankWeights):
         return host, int(self._meeting.getsockname()[1])
 
     def state(self) -> dict[str, Any]:
-        """The version that the rank holds and what it does now; answers while it trains."""
+        """The version that the rank holds, and its current activity. Answers while it trains."""
         return {
             "rank": self.rank,
             "version": self.version,
@@ -73,15 +73,15 @@ class TrainerRank(RankWeights):
         }
 
     def prepare(self) -> None:
-        """Load the libraries. Takes no memory of a GPU."""
+        """Load the libraries. Uses no GPU memory."""
         if self.settings.get("trainer", {}).get("device") == "cpu":
-            # compiling takes seconds here and saves microseconds
+            # compiling would take seconds and save microseconds
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from millrace.connectors.megatron import learner  # noqa: F401
         from millrace.connectors.megatron.optim import offload  # noqa: F401
         from millrace.connectors.megatron.process import distributed as world  # noqa: F401
 
-        if not gc.get_freeze_count():  # once: `setup` comes here again
+        if not gc.get_freeze_count():  # once, since `setup` calls this again
             collect_garbage()
 
     def setup(self, master: tuple[str, int]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class TrainerRank(RankWeights):
         from millrace.core.config import RunConfig
 
         self.config = RunConfig.model_validate(self.settings)
-        search_in(self.config.run.import_from)  # for a loss of the user's
+        search_in(self.config.run.import_from)  # for the user's loss
         meeting, self._meeting = self._meeting, None
         self.device = world.join(self.config, self.rank, self.world_size, master, meeting)
         self.step_settings = settings_of(self.config, world.numerics(self.config, self.device))
@@ -125,17 +125,17 @@ class TrainerRank(RankWeights):
         chunks: Sequence[int] | None = None,
         stores: bool = False,
     ) -> dict[str, Any]:
-        """Make weight version `version` of the one before, from the rows of the batch that name it.
+        """Make weight version `version` from the previous one, with the rows of the batch that name this step.
 
-        Answers from memory if the version is held already. guard, given with an iteration's first step: what the difference of
-        engine and trainer may be, on the samples of any of its steps, for it to be applied.
-        recorded: the figures of the step when it was made before: it is then made under the settings of that time.
-        batch_sha256: the hash of the batch in the record or manifest that committed it. chunks: how many of its rows each chunk has,
-        where passes are made chunk by chunk; of a recorded step, those of the record.
-        stores, given with an iteration's first step: whether the trainer's log-probabilities of it are written beside the batch.
-        Raises CorruptFileError for a batch of another hash, RefusedStepError for a larger gap, a step without tokens, a loss or a gradient that is not
-        finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
-        are then as before.
+        Answers from memory if the version is already held.
+        guard, given with an iteration's first step: the allowed difference of engine and trainer on the samples of each of its steps.
+        recorded: the figures of an earlier run of this step, which is then repeated with its settings of that time.
+        batch_sha256: the batch's hash in the record or manifest that committed it. chunks: the number of rows of each chunk if passes
+        run chunk by chunk; for a recorded step, the record's numbers.
+        stores, given with an iteration's first step: write the trainer's log-probabilities beside the batch.
+        Raises CorruptFileError if the batch has another hash; RefusedStepError if the difference is too large, the step has no tokens,
+        or loss or gradient are not finite; TrainerMemoryError if GPU memory runs out; TrainerError for any other version. After an
+        error the weights are unchanged.
         """
         if version == self.version and self.last is not None:
             self._check_made_of(batch_url, batch_sha256)
@@ -198,7 +198,7 @@ class TrainerRank(RankWeights):
             comparison.check(rows, metrics["logprob_gap_mean"], metrics["logprob_gap_max"], version)
             metrics |= comparison.figures
         self.learner.check_on_policy(version, metrics)
-        # while the weights are as before, so that a step whose files cannot be written is tried again whole
+        # before the weights change, so that after a failed write the whole step can be repeated
         files = write_logprobs(logprobs, batch_url) if stores else []
         metrics |= self._apply(version, metrics, len(rows), recorded)
         finished = time.perf_counter()
@@ -225,10 +225,10 @@ class TrainerRank(RankWeights):
         }
 
     def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
-        """Make the passes of chunk `number`, from 0, of the step to `version`; returns how many chunks the ranks hold then.
+        """Run the passes of chunk `number`, from 0, of the step to `version`; returns the number of chunks that the ranks then hold.
 
-        One that is held is not passed again, and none whose predecessors are not. url, sha256: of its rows, as a batch has them.
-        Changes no weights: `train` applies the step, if its batch has these rows. Raises TrainerError for any other version.
+        Does nothing if the chunk is held, or an earlier one is missing. url, sha256: of the file with its rows, in a batch's form.
+        Changes no weights: `train` applies the step if its batch has these rows. Raises TrainerError for any other version.
         """
         from millrace.connectors.megatron.packing import read_rows
         from millrace.connectors.storage.store import Store
@@ -244,7 +244,7 @@ class TrainerRank(RankWeights):
             return self.chunks.add(version, number, rows)
 
     def _check_made_of(self, batch_url: str, batch_sha256: str | None) -> None:
-        """Raise TrainerError if the version held was made of another batch. A loaded one names no batch."""
+        """Raise TrainerError if the held version was made from another batch. Not checked for a loaded version."""
         if batch_sha256 != self._trained_on and None not in (batch_sha256, self._trained_on):
             raise TrainerError(
                 f"rank {self.rank} made weight version {self.version} of another batch than {batch_url}",
@@ -254,7 +254,7 @@ class TrainerRank(RankWeights):
     def _apply(
         self, version: int, metrics: dict[str, float], samples: int, recorded: StepMetrics | None
     ) -> dict[str, float]:
-        """Optimizer and schedule steps, unless a gradient is not finite; norms before clipping."""
+        """Make the optimizer's and schedule's steps, unless a gradient is not finite; returns norms before clipping."""
         figures = {"grad_norm": 0.0}
         moved = self.learner.models_of_step(version)
         for prefix, trained in moved:
@@ -272,12 +272,12 @@ class TrainerRank(RankWeights):
                     figures[f"{prefix}lr"] = trained.lr
             self.learner.finish_step(version, metrics, samples)
         except BaseException:
-            self.version = None  # a step applied in part leaves weights of no version
+            self.version = None  # a partly applied step leaves weights of no version
             raise
         return figures
 
     def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
-        """Loss of each sample under `version`: a sum over its tokens that have one, nats. Every rank returns all.
+        """Loss of each sample under `version`: the sum over its tokens with a loss, in nats. Every rank returns all.
 
         Changes no state of training. Raises TrainerError if the rank holds another version.
         """
@@ -293,7 +293,7 @@ class TrainerRank(RankWeights):
             return sample_losses(learner.passes, samples, self.config, learner.architecture, self.device)
 
     def save(self, url: str) -> dict[str, Any]:
-        """Save model, optimizer, schedule and RNG under a URL; complete.json last."""
+        """Save model, optimizer, schedule and RNG to a URL; complete.json is written last."""
         from millrace.connectors.megatron.checkpoint.trainer_state import save
 
         with self._working("save"):
@@ -307,7 +307,7 @@ class TrainerRank(RankWeights):
             self._background = prepared_writer(self.learner, self.device)
 
     def begin_save(self, url: str) -> None:
-        """The same, but of a copy in host memory, by a process of its own; `commit_save` writes complete.json."""
+        """Start to save in the background: a separate process writes a copy in host memory. `commit_save` writes complete.json."""
         from millrace.connectors.megatron.checkpoint.background import BackgroundWriter
         from millrace.connectors.megatron.checkpoint.trainer_state import begin
 
@@ -319,7 +319,7 @@ class TrainerRank(RankWeights):
             begin(self.learner, url, self.version, self.last, self._background)
 
     def commit_save(self) -> float:
-        """Wait until every rank has written what it began to save, and write complete.json; seconds that this one took.
+        """Wait until every rank has written its files, then write complete.json; returns the seconds that this rank's writing took.
 
         Can be called again after an error of storage.
         """
@@ -333,14 +333,14 @@ class TrainerRank(RankWeights):
             return seconds
 
     def drop_save(self) -> None:
-        """Forget what was begun, and end its writer."""
+        """Give up the save that was started, and end its writer."""
         if self._background is not None:
             self._background.drop()
 
     def load(self, url: str) -> int:
-        """Load what `save` wrote, under whatever layout this is; returns the version now held.
+        """Load a checkpoint that `save` wrote, perhaps under another layout; returns the version now held.
 
-        Raises CorruptFileError or MissingFileError for a checkpoint that is not whole; the weights are then as before.
+        Raises CorruptFileError or MissingFileError if the checkpoint is not complete; then the weights are unchanged.
         """
         from millrace.connectors.megatron.checkpoint.trainer_state import load
 
@@ -356,21 +356,21 @@ class TrainerRank(RankWeights):
         return self.version
 
     def offload(self) -> int:
-        """Leave GPU memory to engines until the rank next needs it; returns bytes freed.
+        """Release GPU memory to engines until the rank needs it again; returns bytes freed.
 
-        Raises TrainerMemoryError if the host has no room for what is kept.
+        Raises TrainerMemoryError if the host has no room for the optimizer state.
         """
         self.learner.drop_iteration()
         self.chunks.drop()
         return self.offload_state.offload()
 
     def reload(self) -> None:
-        """Take GPU memory back, before a call that needs it does. Raises TrainerMemoryError if there is not enough."""
+        """Take GPU memory back ahead of a call that needs it. Raises TrainerMemoryError if there is not enough."""
         with self._working("reload"):
             pass
 
     def shutdown(self) -> None:
-        """Leave the other ranks."""
+        """Leave the process group."""
         from millrace.connectors.megatron.process import distributed as world
 
         self.close_broadcast()
@@ -379,7 +379,7 @@ class TrainerRank(RankWeights):
         world.leave()
 
     def _read(self, url: str, sha256: str | None = None) -> list[Row]:
-        """Rows of a batch, which must have that hash; an iteration's steps read its file once."""
+        """Rows of a batch, which must have this hash. All steps of an iteration read its file once."""
         from millrace.connectors.megatron.packing import read_rows
         from millrace.connectors.storage.store import Store
 
@@ -392,9 +392,9 @@ class TrainerRank(RankWeights):
 
     @contextlib.contextmanager
     def _working(self, what: str, *, everything: bool = True) -> Iterator[None]:
-        """Within, the rank is busy and, if it needs `everything`, has taken its GPU memory back.
+        """A context in which the rank counts as busy and, with `everything`, has its GPU memory back.
 
-        Raises TrainerMemoryError where the GPU's memory runs out.
+        Raises TrainerMemoryError if GPU memory runs out.
         """
         from millrace.connectors.megatron.process import distributed as world
         from millrace.connectors.megatron.process.memory_errors import out_of_memory, ran_out

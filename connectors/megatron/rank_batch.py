@@ -1,6 +1,6 @@
-"""This rank's part of one optimizer step: its packs, and values per response token beside them.
+"""This rank's part of one optimizer step: its packs, and values per response token.
 
-Owns the layout: response tokens of all packs end to end in one dimension N. Knows nothing of models.
+Owns the layout: the response tokens of all packs are concatenated in one dimension N. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RankBatch:
 
     packs: list[Pack]
     samples: int  # of the whole step, over all ranks
-    tokens: int  # the same, prompts and responses
+    tokens: int  # of the whole step, over all ranks, prompts and responses
     lengths: Tensor  # [B] response lengths
     mask: Tensor  # [N] 1: in the loss
     rollout_logprobs: Tensor  # [N] the engine's
@@ -37,14 +37,14 @@ class RankBatch:
     token_weight: float  # 1 / unmasked tokens of the whole step
     rewards: Tensor  # [B] float64
     sample_advantages: Tensor | None  # [B] float64
-    ages: Tensor  # [N] published versions between a token's weights and those from before the iteration
+    ages: Tensor  # [N] published versions from a token's weights to the weights before the iteration
     oldest: int  # largest age in the whole iteration, over all ranks
-    # [N] each, by name: "old", "sampled", "before" (which is only stored), "ref" and "teacher" log-probabilities, the critic's
-    # "values", "advantages" and "returns"; [N, k] "teacher_top" ones
+    # [N] each, by name: "old", "sampled", "before" (only stored), "ref" and "teacher" log-probabilities, the critic's "values",
+    # "advantages" and "returns"; [N, k] "teacher_top" log-probabilities
     per_token: dict[str, Tensor] = field(default_factory=dict)
-    # names for which every rank has run its forward pass; stages before the last know these alone
+    # names for which every rank has run its forward pass; stages before the last have only the names
     computed: set[str] = field(default_factory=set)
-    # log-probabilities that the step's own forward pass gave each pack, by its number; none on stages before the last
+    # log-probabilities from the step's own forward pass, by the pack's number; none on stages before the last
     passed: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -62,22 +62,22 @@ class RankBatch:
 
     @property
     def sampled_logprobs(self) -> Tensor | None:
-        """Log-probabilities [N] of the weights that sampled, where a forward pass before the first update gave them."""
+        """Log-probabilities [N] under the sampling weights; None unless a forward pass before the first update computed them."""
         return self.per_token.get("old", self.per_token.get("sampled"))
 
     @property
     def compared(self) -> Tensor:
-        """Tokens [N] whose log-probabilities engine and trainer must agree on: those that the weights before the iteration made."""
+        """Mask [N] of the tokens that the weights before the iteration made. On these, engine and trainer must agree."""
         return self.mask * (self.ages == 0)
 
     @property
     def logprobs_before_update(self) -> Tensor:
-        """Log-probabilities [N] of the weights from before the iteration, once its first step's forward pass was made."""
+        """Log-probabilities [N] under the weights from before the iteration, available after its first step's forward pass."""
         found = self.per_token.get("before", self.sampled_logprobs)
         return torch.cat([self.passed[i] for i in range(len(self.packs))]) if found is None else found
 
     def set_per_token(self, name: str, values: Tensor | None) -> None:
-        """Add values [N] under a name, which is computed then. None, as stages before the last have it, adds no values."""
+        """Add values [N] under a name, and mark the name as computed. Stages before the last pass None, which adds no values."""
         self.computed.add(name)
         if values is not None:
             self.per_token[name] = values
@@ -96,10 +96,10 @@ def make_rank_batch(
 ) -> RankBatch:
     """This rank's part of a step on `rows`, which are all samples of the step. `rewards`: the shaped reward of each row.
 
-    oldest: largest age of a token in the whole iteration. chunk: the rows are whole rollouts of a step that has others: weights
-    are not yet divided by the step's denominator.
-    Raises TrainerError, on every rank, if a row has no advantage although others have one or the estimator needs it, or
-    lacks what a served teacher gives.
+    oldest: largest age of a token in the whole iteration. chunk: the rows are only some whole rollouts of the step, so weights are
+    not yet divided by the step's denominator.
+    Raises TrainerError, on every rank, if a row has no advantage although others have one or the estimator needs it, or if
+    it lacks a served teacher's values.
     """
     if config.algorithm.teacher_server is not None:
         _check_teacher(rows, config.algorithm.teacher_top_k)
@@ -136,7 +136,7 @@ def make_rank_batch(
 
 
 def counted(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Tokens in the loss [B] of each row, float64, and which rollout it is of [B], numbered in their order."""
+    """For each row the number of its tokens in the loss [B], float64, and its rollout's number [B], in order of appearance."""
     numbers: dict[str, int] = {}
     rollouts = [numbers.setdefault(rollout_of(row.sample_id), len(numbers)) for row in rows]
     counts = [int(row.loss_mask.sum()) for row in rows]
@@ -144,11 +144,11 @@ def counted(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
 
 def _check_teacher(rows: Sequence[Row], top_k: int) -> None:
-    """Whether the reward task stored what the teacher gives for each of the step's rows. All ranks look at all rows."""
+    """Raise TrainerError if a row of the step lacks the teacher's values. All ranks check all rows."""
     missing = [row.sample_id for row in rows if row.teacher_logprobs is None]
     if missing:
         raise TrainerError(
-            f"{len(missing)} of the step's {len(rows)} samples have no log-probabilities of the teacher, {missing[0]} for one",
+            f"{len(missing)} of the step's {len(rows)} samples have no log-probabilities of the teacher, such as {missing[0]}",
             where="algorithm.teacher_server",
             remedy="a batch that was stored without a served teacher cannot be trained with one",
         )
@@ -156,7 +156,7 @@ def _check_teacher(rows: Sequence[Row], top_k: int) -> None:
     other = [name for name, tops, length in shapes if tops is None or tops.shape != (length, top_k)]
     if top_k and other:
         raise TrainerError(
-            f"{len(other)} of the step's {len(rows)} samples have no {top_k} likeliest tokens of the teacher, {other[0]} for one",
+            f"{len(other)} of the step's {len(rows)} samples have no {top_k} likeliest tokens of the teacher, such as {other[0]}",
             where="algorithm.teacher_server.top_k",
             remedy="set it to what it was when the batch was stored",
         )
@@ -171,7 +171,7 @@ def _sample_advantages(
     if len(missing) < len(rows) or config.algorithm.advantage_of_samples:
         url = Store(config.storage.root).child(config.run.name).url
         raise TrainerError(
-            f"{len(missing)} of the step's {len(rows)} samples have no advantage, {missing[0]} for one; "
+            f"{len(missing)} of the step's {len(rows)} samples have no advantage, such as {missing[0]}; "
             "the batch was not written whole",
             remedy="have it filtered again: "
             f"`millrace discard {of_run(config.run.name, url, '--iteration ITERATION')}`",

@@ -1,6 +1,6 @@
-"""A rank's weights as others read them: as Hugging Face files, as buckets, and as broadcasts to engines.
+"""Reads a rank's weights for others: as Hugging Face files, as buckets, and as broadcasts to engines.
 
-Owns the bucket stream and rank 0's broadcast group. A read needs none of the GPU memory that a rank leaves to engines.
+Owns the bucket stream and rank 0's broadcast group. Reading does not need the GPU memory that a rank releases to engines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RankWeights:
-    """The reading side of a trainer rank, which builds the policy and says which version it holds."""
+    """The part of a trainer rank that reads weights. A subclass builds the policy and knows its version."""
 
     config: RunConfig
     policy: Any  # the megatron model of the policy
@@ -39,13 +39,13 @@ class RankWeights:
         raise AssertionError("TrainerRank has it")
 
     def export(self, directory: str, version: int) -> dict[str, Any]:
-        """Write the weights as a Hugging Face folder, which all ranks see. Raises TrainerError if another version is held."""
+        """Write the weights as a Hugging Face folder that all ranks can see. Raises TrainerError if another version is held."""
         from millrace.connectors.megatron.weights.hf_folder import export_hf
 
         return self._write_hf(export_hf, directory, version, ALONE)
 
     def upload(self, url: str, version: int, served: Served) -> dict[str, Any]:
-        """Write the same to a folder in any storage. served: how the run asked its engines. Raises TrainerError if another version is held."""
+        """Write the same to a folder in any storage. served: the run's settings for engines. Raises TrainerError if another version is held."""
         from millrace.connectors.megatron.weights.hf_folder import upload_hf
 
         return self._write_hf(upload_hf, url, version, served)
@@ -58,9 +58,9 @@ class RankWeights:
             return write(self.policy, self.hf, self.config.model.path, where, served)
 
     def bucket(self, version: int, number: int, size: int, share: bool) -> WeightBucket:
-        """Bucket `number` of the weights, in this rank's memory until the next; 0 begins a new pass.
+        """Bucket `number` of the weights, which stays in this rank's memory until the next one; 0 starts a new pass.
 
-        size: bytes of a bucket. share: for other processes on this GPU. Raises TrainerError if another version is held.
+        size: bytes of a bucket. share: let other processes on this GPU open it. Raises TrainerError if another version is held.
         """
         from millrace.connectors.megatron.weights.buckets import BucketStream
 
@@ -73,7 +73,7 @@ class RankWeights:
             return next(self._buckets)
 
     def end_buckets(self) -> None:
-        """Let go of the bucket. PyTorch keeps its memory, for the next step and the next pass, until the rank is offloaded."""
+        """Free the bucket. PyTorch caches its memory for the next step and the next pass, until the rank is offloaded."""
         self._stream, self._buckets = None, iter(())
 
     def broadcast_group(self) -> BroadcastGroup | None:
@@ -81,7 +81,7 @@ class RankWeights:
         return self._engines.description if self._engines else None
 
     def open_broadcast(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
-        """Open a group that engines can join, in place of any before."""
+        """Open a group that engines can join. Replaces any previous group."""
         from millrace.connectors.megatron.weights.engine_group import EngineGroup
 
         self.close_broadcast()
@@ -89,7 +89,7 @@ class RankWeights:
         return self._engines.description
 
     def enter_broadcast(self, size: int) -> None:
-        """Join the group while `size` - 1 engines' ranks do."""
+        """Join the group together with the engines' `size` - 1 ranks."""
         assert self._engines is not None, "open_broadcast comes first"
         self._engines.enter(size)
 

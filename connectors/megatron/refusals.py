@@ -1,4 +1,4 @@
-"""What refuses a step before anything is applied: no tokens, a loss that is not finite, an engine that disagrees with the trainer."""
+"""Reasons to refuse a step before it is applied: no tokens, a loss that is not finite, or engine and trainer that disagree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_rows(rows: Sequence[Row], version: int, batch_url: str, max_age: int | None) -> None:
-    """Raise TrainerError for a step without rows, RefusedStepError for one without a token of at most this age."""
+    """Raise TrainerError if a step has no rows, RefusedStepError if it has no token of at most this age."""
     if not rows:
         raise TrainerError(
             f"{batch_url}: no sample names step {version}; the batch belongs to another iteration"
@@ -27,7 +27,7 @@ def check_rows(rows: Sequence[Row], version: int, batch_url: str, max_age: int |
 
 
 def check_loss(loss: float, version: int) -> None:
-    """Raise RefusedStepError for a loss that is not finite."""
+    """Raise RefusedStepError if the loss is not finite."""
     if not math.isfinite(loss):
         raise RefusedStepError(
             f"step {version}: the loss is {loss}; nothing was applied. Look at the batch's log-probabilities"
@@ -44,10 +44,10 @@ def refuse_gap(
     floor: float | None,
     cause: Cause,
 ) -> NoReturn:
-    """Raise RefusedStepError: engine and trainer are further apart than `limit` on the samples of a step of the iteration.
+    """Raise RefusedStepError: engine and trainer differ by more than `limit` on the samples of one of the iteration's steps.
 
-    dtype: of the model. floor: what rounding makes of the model, from which the limit follows; None: sync.max_logprob_gap is a
-    number.
+    dtype: of the model. floor: the difference from rounding alone, from which the limit is computed; None if sync.max_logprob_gap
+    is a number.
     """
     where = "" if samples_of == version else f" on the samples of step {samples_of}"
     allowed = (

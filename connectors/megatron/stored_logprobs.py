@@ -1,8 +1,8 @@
-"""The trainer's log-probabilities of an iteration's response tokens: rows of samples, and the files that hold them.
+"""Stores the trainer's log-probabilities of an iteration's response tokens: one row per sample, in files.
 
-Owns which rank writes what: the ranks of the last pipeline stage have the values, those of one tensor or context parallel
-group the same ones, so one rank of each data parallel group writes its samples. A file is named by its content's hash: a step
-that is made again with the same bits writes the same files, and one with others overwrites none. Knows nothing of models.
+Owns which rank writes which samples: only the last pipeline stage has the values, and ranks of one tensor or context parallel
+group have equal values, so one of them writes the samples of their data parallel rank. A file is named by its content's hash: a repeated step with
+the same bits writes the same files, and one with other bits overwrites none. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from millrace.core.contracts.task_records import FileRecord
 
 
 def sample_logprobs(batch: RankBatch) -> list[SampleLogprobs]:
-    """The rows of a batch's samples on a rank that writes them; none on others. After its forward pass, before an update."""
+    """The rows of a batch's samples, on a rank that writes them; empty on others. Call it after the forward pass, before an update."""
     if not (mpu.is_pipeline_last_stage() and reports()):
         return []
     rows = batch.rows

@@ -1,6 +1,6 @@
-"""A model that is trained: its DDP wrapper, optimizer and schedule, and how a step is applied to them.
+"""A model that is trained: its DDP wrapper, optimizer and schedule, and the application of a step.
 
-Owns the order of an optimizer step: whatever may refuse it comes before anything changes. Knows nothing of losses.
+Owns the order of an optimizer step: all checks that may refuse it come before any change. Knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def model_from_hf(
 ) -> Any:
     """A model with the weights of a Hugging Face folder, in the configured dtype, on the device.
 
-    Raises ConfigError, with the `field` that named the folder, where the weights are not those of the model.
+    Raises ConfigError, with the `field` that named the folder, if the weights do not fit the model.
     """
     inner = build_model(config, hf, kind).to(device)
     if config.dtype == "bfloat16":
@@ -47,7 +47,7 @@ def model_from_hf(
 
 
 def bytes_of_weights(inner: Module) -> int:
-    """Of a model's weights, those that this rank saves: the first of the data parallel ranks that hold them."""
+    """Bytes of a model's weights that this rank saves. The first data parallel rank with a weight saves it."""
     first = {
         True: mpu.get_data_parallel_rank(with_context_parallel=True) == 0,
         False: mpu.get_expert_data_parallel_rank() == 0,
@@ -61,7 +61,7 @@ class TrainableModel:
     def __init__(
         self, inner: PolicyModel | CriticModel, config: RunConfig, lr: float, schedule: Schedule | None = None
     ) -> None:
-        """schedule: trainer.schedule where not given."""
+        """schedule: by default trainer.schedule."""
         self.inner = inner
         self.model = wrap(inner, config)
         schedule = schedule or config.trainer.schedule
@@ -74,7 +74,7 @@ class TrainableModel:
         self._device_norm: Tensor | None = None  # set by measure_gradient, read by gradient_norm
 
     def zero_grad(self) -> None:
-        """Set gradients to zero, those of a refused step too."""
+        """Set gradients to zero, also after a refused step."""
         self._device_norm = None
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -84,7 +84,7 @@ class TrainableModel:
         self.model.scale_gradients(1.0 / denominator)
 
     def measure_gradient(self) -> None:
-        """Launch the gradient norm on the device, where the fused optimizer can: `gradient_norm` then only reads it."""
+        """Launch the gradient norm on the device, if the fused optimizer applies; `gradient_norm` then only reads it."""
         if self._fused:
             self.optimizer.prepare_grads()
             self._device_norm = fused_adamw.gradient_norm(self.optimizer)
@@ -103,7 +103,7 @@ class TrainableModel:
     def step(self, made_with: StepNumbers | None = None) -> None:
         """Advance optimizer and schedule, after `gradient_norm`: step n uses the schedule's rate after n - 1 steps.
 
-        made_with: numbers of a step that is made again, in place of the configuration's.
+        made_with: the recorded numbers of a step that is repeated; they replace the configuration's.
         """
         with step_numbers(self.optimizer, made_with):
             self.lr = float(self.optimizer.param_groups[0]["lr"])
@@ -115,19 +115,19 @@ class TrainableModel:
         self.schedule.step(increment=1)
 
     def skip(self) -> None:
-        """Advance the schedule alone."""
+        """Advance only the schedule."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.schedule.step(increment=1)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What this rank saves of tensors: main parameters and moments that it owns, and weights if no rank before it has them."""
+        """Bytes of tensors that this rank saves: main parameters and moments that it owns, and weights that no lower rank has."""
         return bytes_of_optimizer(self.optimizer) + bytes_of_weights(self.inner)
 
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Sharded state dict of model and optimizer.
 
-        Of the unwrapped model: megatron's wrapper adds a prefix on saving and does not remove it on loading.
+        Uses the unwrapped model, since megatron's wrapper adds a prefix on saving and does not remove it on loading.
         """
         model = self.inner.sharded_state_dict()
         return {
@@ -136,7 +136,7 @@ class TrainableModel:
         }
 
     def load_state(self, loaded: dict[str, Any]) -> None:
-        """Load a `sharded_state`, and from the schedule's state beside it how many steps were made.
+        """Load a `sharded_state`, and the number of steps from the schedule's stored state.
 
         Learning rate, betas, epsilon, weight decay and schedule stay the configuration's.
         """

@@ -1,6 +1,6 @@
-"""A checkpoint of this rank that another process writes while training goes on.
+"""Writes this rank's checkpoint in another process while training continues.
 
-Owns that process and what is known of it. At most one checkpoint is written at a time. Knows nothing of other ranks.
+Owns that process and its state. Writes at most one checkpoint at a time. Knows nothing of other ranks.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from millrace.core.errors import StalledError, StorageError
 from millrace.core.waits.deadline import Limit, Watch
 from millrace.core.waits.heartbeat import bytes_moved
 
-END_S = 10.0  # for a process that was killed to be gone
-FILES = 4  # of a rank, written at once: while one is hashed, the disk writes another
-ROOM = 64 * 2**20  # beside the tensors, each of which begins at a multiple of 256 bytes
+END_S = 10.0  # seconds for a killed process to disappear
+FILES = 4  # written at once per rank: while one is hashed, the disk writes another
+ROOM = 64 * 2**20  # bytes beside the tensors, since each starts at a multiple of 256 bytes
 MODULE = "millrace.connectors.megatron.checkpoint.write_process"
 
 
 @dataclass
 class Begun:
-    """A checkpoint that is being written: what its marker will hold, and where this rank has its own files meanwhile."""
+    """A checkpoint that is being written: the content of its marker, and this rank's folder for files."""
 
     url: str
     version: int
     metrics: dict[str, Any] | None
-    folder: Path  # with the files that are written at once
-    metadata: Metadata | None  # rank 0's
-    seconds: float  # that training waited
+    folder: Path  # with the files that are written before training continues
+    metadata: Metadata | None  # only on rank 0
+    seconds: float  # for which training waited
     keeps: contextlib.ExitStack = field(
         default_factory=contextlib.ExitStack
-    )  # the folder, if it is a temporary one
+    )  # removes the folder if it is temporary
 
 
 class BackgroundWriter:
-    """The writer of one rank."""
+    """The background writer of one rank."""
 
     def __init__(self, limit: Limit) -> None:
-        """limit: how long its process may write and read nothing."""
+        """limit: how long its process may neither read nor write a byte."""
         self._limit = limit
         self.memory = HostMemory()
         self.begun: Begun | None = None
         self._starts_ahead = False
-        self._ahead: subprocess.Popen[bytes] | None = None  # waits for its task
-        self._room = 0  # bytes of the memory that it has
+        self._ahead: subprocess.Popen[bytes] | None = None  # a process that waits for its task
+        self._room = 0  # bytes of the memory that this process has mapped
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-        self._outcome: Written | str | None = None  # a text says why there is none
+        self._outcome: Written | str | None = None  # a text is the reason of a failure
         self._started = 0.0
         self._wrote_s = 0.0
 
     def prepare(self, size: int, *, pinned: bool) -> None:
-        """Begin to take memory for copies of `size` bytes. From now on each writer is started before there is a copy for it.
+        """Start to allocate memory for copies of `size` bytes. From now on start each writer before its copy exists.
 
-        A writer takes seconds to load its libraries.
+        A writer needs seconds to load its libraries.
         """
         self.memory.prepare(size, pinned=pinned)
         self._starts_ahead = True
@@ -82,9 +82,9 @@ class BackgroundWriter:
             self._ahead = _start_writer(self.memory.descriptor)
 
     def _writer_of(self, copy: HostCopy) -> subprocess.Popen[bytes]:
-        """The process that was started ahead, or a new one if it died or the copy needed other memory than it has.
+        """The process that was started ahead; a new one if it died or has too little memory mapped.
 
-        A larger memory may have the descriptor of the one before.
+        Compares sizes, since a larger memory may have the same descriptor number as the old one.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.poll() is None and copy.size <= self._room:
@@ -93,7 +93,7 @@ class BackgroundWriter:
         return _start_writer(copy.descriptor)
 
     def start(self, begun: Begun, copy: HostCopy) -> None:
-        """Have the copy written. The memory is not used again before `drop`."""
+        """Start to write the copy. Its memory is reused only after `drop`."""
         assert self.begun is None, "one checkpoint at a time"
         self.begun, self._outcome, self._started = begun, None, time.perf_counter()
         self._process = process = self._writer_of(copy)
@@ -106,34 +106,34 @@ class BackgroundWriter:
         try:
             out, err = self._communicate(process, task)
             if process.returncode == 0:
-                outcome = pickle.loads(out)  # noqa: S301 - of the process that this one started
+                outcome = pickle.loads(out)  # noqa: S301 - from our child process
             else:
                 said = err.decode(errors="replace").strip().splitlines()
                 outcome = said[-1] if said else f"its process ended with {process.returncode}"
         except StalledError as error:
             outcome = str(error)
-        finally:  # whatever happens here, nobody waits for ever
+        finally:  # even after an unexpected error the rank must not wait for ever
             self._wrote_s = time.perf_counter() - self._started
             self._outcome = outcome
 
     def _communicate(self, process: subprocess.Popen[bytes], task: bytes) -> tuple[bytes, bytes]:
-        """What the process says at its end. Ends it, and raises StalledError, if it writes and reads nothing for the limit."""
+        """Send the task and await the process's output. If it neither reads nor writes for the limit, kill it and raise StalledError."""
         watch, given = Watch(), task
         while True:
             try:
                 return process.communicate(given or None, timeout=self._limit.pause_s)
             except subprocess.TimeoutExpired:
-                given = b""  # it is being written
+                given = b""  # communicate() keeps the input of its first call
             moved = bytes_moved(process.pid)
             watch.moved(moved)
             if watch.stalled and moved is not None:
                 process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # storage may hold it
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in a call to storage
                     process.communicate(timeout=END_S)
                 raise self._limit.verdict("the process that writes the checkpoint")
 
     def state(self) -> SaveState | None:
-        """How far it is; None if no checkpoint has begun."""
+        """The state of the checkpoint; None if none was started."""
         begun, outcome = self.begun, self._outcome
         if begun is None:
             return None
@@ -143,7 +143,7 @@ class BackgroundWriter:
         return state if outcome is None else {**state, "state": "written"}
 
     def written(self) -> Written:
-        """What was written. Raises StorageError if it failed."""
+        """Wait for the writer and return the written files. Raises StorageError if it failed."""
         assert self._thread is not None
         self._thread.join()
         assert self.begun is not None
@@ -158,11 +158,11 @@ class BackgroundWriter:
 
     @property
     def seconds(self) -> float:
-        """That the writing took."""
+        """Duration of the writing."""
         return self._wrote_s
 
     def drop(self) -> None:
-        """Forget the checkpoint, and end its process if it still writes. The memory is free then."""
+        """Forget the checkpoint, and kill its process if it still writes. Afterwards the memory is free."""
         if self._process is not None and self._thread is not None:
             self._process.kill()
             self._thread.join()
@@ -172,7 +172,7 @@ class BackgroundWriter:
         self._start_ahead()
 
     def close(self) -> None:
-        """The same, and leave no process and no memory."""
+        """Drop the checkpoint, and release all processes and memory."""
         self._starts_ahead = False
         self.drop()
         _end(self._ahead)
@@ -181,7 +181,7 @@ class BackgroundWriter:
 
 
 def prepared_writer(learner: Learner, device: torch.device) -> BackgroundWriter | None:
-    """The writer of a rank on a GPU, with memory that it begins to take; none where no checkpoint will be written so.
+    """The background writer of a rank on a GPU, which starts to allocate memory; None if checkpoints are not written in background.
 
     Every rank must call it. Raises TrainerMemoryError if the host has too little memory.
     """
@@ -190,7 +190,7 @@ def prepared_writer(learner: Learner, device: torch.device) -> BackgroundWriter 
     if not expected or device.type != "cuda":
         return None
     size = learner.checkpoint_bytes + ROOM
-    on_every_rank(lambda: check_host_memory(size, config))  # before one of them takes its own
+    on_every_rank(lambda: check_host_memory(size, config))  # before any rank allocates
     writer = BackgroundWriter(config.part_limit)
     writer.prepare(size, pinned=True)
     return writer
@@ -203,7 +203,7 @@ def _end(waiting: subprocess.Popen[bytes] | None) -> None:
 
 
 def _start_writer(descriptor: int) -> subprocess.Popen[bytes]:
-    """A process that waits for its task, with the memory behind a descriptor."""
+    """Start a process that waits for its task and inherits the memory's descriptor."""
     return subprocess.Popen(
         [sys.executable, "-m", MODULE],
         stdin=subprocess.PIPE,
@@ -220,5 +220,5 @@ def _start_writer(descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def _search_path() -> str:
-    """The module search path of this process, where the writer finds millrace as this one did."""
+    """This process's module search path, with which the writer finds the same millrace."""
     return os.pathsep.join(path for path in sys.path if path)

@@ -1,4 +1,4 @@
-"""Calls that all ranks make together: one rank's failure is raised on every rank, so that none waits for it."""
+"""Calls that all ranks make together: one rank's failure is raised on every rank, so that no rank waits for it."""
 
 from __future__ import annotations
 

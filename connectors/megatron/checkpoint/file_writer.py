@@ -1,6 +1,6 @@
-"""Writes one rank's part of a checkpoint from its copy in memory, and hashes the files while it writes them.
+"""Writes one rank's part of a checkpoint from its copy in memory, and hashes the files meanwhile.
 
-Owns torch's format of the files. Knows nothing of processes, and of ranks that wait for each other.
+Owns torch's file format. Knows nothing of processes, nor of other ranks.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import Store
 
-# A file goes to the disk in pieces of this size. At most two of them are in memory: what is written beside the checkpoint
-# would otherwise queue behind all of it, and its pages would push out others. Four ranks have 16 files: with pieces of 4 MiB a
-# small file waited for 0.2 to 0.4 s, and the disk was no faster.
+# A file goes to the disk in pieces of this size, at most two of them in memory. Otherwise other writes would queue behind the
+# whole checkpoint, and its pages would evict others. Four ranks write 16 files: with pieces of 4 MiB a small file waited 0.2 to
+# 0.4 s, and the disk was no faster.
 PIECE = 2**19
 WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4  # of sync_file_range(2)
 
 
 @dataclass(frozen=True)
 class WriteTask:
-    """What to write, and where."""
+    """The task of a writer: the data and its destination."""
 
     url: str  # of the checkpoint
     copy: HostCopy
-    files: int  # that the data is split into, and threads that write them
-    parent: int  # process that started this one
+    files: int  # number of files for the data, and of threads that write them
+    parent: int  # id of the process that started this one
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written."""
+    """The files that were written."""
 
     results: list[WriteResult]
     files: list[FileEntry]
 
 
 def write(task: WriteTask) -> Written:
-    """Write the data into the checkpoint's folder; to an object store by way of a temporary one."""
+    """Write the data into the checkpoint's folder; for an object store through a temporary folder."""
     store = Store(task.url)
     if store.local:
         results, entries = _write_files(Path(store.root), task)
@@ -68,14 +68,15 @@ def _write_files(folder: Path, task: WriteTask) -> tuple[list[WriteResult], list
         source = _Source(task.copy, view)
         writer = FileSystemWriter(folder, thread_count=task.files)
         writer.fs = hashing = _Hashing()
-        torch.serialization.set_crc32_options(False)  # a third of the time, and every file has its sha256
+        # CRCs take a third of the time, and every file has a SHA-256
+        torch.serialization.set_crc32_options(False)
         results: list[WriteResult] = writer.write_data(task.copy.plan, cast(SavePlanner, source)).value()
-        source.data.clear()  # its tensors hold the view
+        source.data.clear()  # its tensors keep the view open
     return results, sorted(hashing.entries, key=lambda entry: entry.path)
 
 
 class _Source:
-    """Takes the part of a planner that a writer asks: an item's data."""
+    """Replaces a planner for the writer, which only asks it for items' data."""
 
     def __init__(self, copy: HostCopy, view: mmap.mmap) -> None:
         self.data: dict[Any, Place | bytes] = {
@@ -84,7 +85,7 @@ class _Source:
         self._view = view
 
     def resolve_data(self, item: WriteItem) -> Any:
-        """A tensor in the memory, or a file of bytes."""
+        """An item's data: a tensor in the copy, or a file object of bytes."""
         data = self.data[item.index]
         if isinstance(data, Place):
             return tensor_at(self._view, data)
@@ -93,14 +94,14 @@ class _Source:
 
 
 class _Hashing(FileSystem):
-    """Local files that are hashed while they are written."""
+    """A file system that hashes files while they are written."""
 
     def __init__(self) -> None:
         self.entries: list[FileEntry] = []
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A file to write from its beginning to its end."""
+        """Open a file that is written from start to end."""
         with super().create_stream(path, mode) as stream:
             hashed = _HashedStream(stream)
             yield hashed
@@ -110,16 +111,16 @@ class _Hashing(FileSystem):
 
 
 class _HashedStream:
-    """A stream that takes bytes at its end only."""
+    """A stream that hashes, and can only be appended to."""
 
     def __init__(self, stream: io.IOBase) -> None:
         self._stream: Any = stream
         self.sha256 = hashlib.sha256()
         self.size = self._started = 0
-        self._pending = slice(0, 0)  # a piece that the disk writes meanwhile
+        self._pending = slice(0, 0)  # the piece that the disk is writing
 
     def write(self, data: Any) -> int:
-        """Write and hash."""
+        """Write and hash the data."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PIECE):
             self._write(view[start : start + PIECE])
@@ -138,30 +139,30 @@ class _HashedStream:
             self._pending, self._started = begun, self.size
 
     def tell(self) -> int:
-        """Bytes written."""
+        """Number of bytes written."""
         return self.size
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Pass buffered bytes to the operating system."""
         self._stream.flush()
 
     def close(self) -> None:
-        """What an item's own stream ends with; the file goes on."""
+        """Do nothing: torch closes the stream after each item, and the file continues."""
 
     def fileno(self) -> int:
-        """For syncing to disk."""
+        """The file's descriptor, for syncing to disk."""
         descriptor: int = self._stream.fileno()
         return descriptor
 
 
 def _to_disk(descriptor: int, part: slice, how: int) -> None:
-    """Have the disk write these bytes. A hint: the sync at the file's end says what failed."""
+    """Ask the system to write these bytes to disk. Errors are ignored: the sync at the file's end reports them."""
     if sys.platform == "linux" and part.stop > part.start:
         where = (ctypes.c_int64(part.start), ctypes.c_int64(part.stop - part.start))
         ctypes.CDLL(None).sync_file_range(ctypes.c_int(descriptor), *where, how)
 
 
 def _forget(descriptor: int, part: slice) -> None:
-    """Give back the memory of pages that are on the disk. A hint."""
+    """Let the system drop cached pages that are on disk. Errors are ignored."""
     if hasattr(os, "posix_fadvise") and part.stop > part.start:
         os.posix_fadvise(descriptor, part.start, part.stop - part.start, os.POSIX_FADV_DONTNEED)

@@ -1,6 +1,6 @@
-"""The local folder that a rank saves to and loads from, and the files' way to and from object stores.
+"""The local folder that a rank saves to and loads from, and the transfer of files to and from object stores.
 
-Owns which rank moves which file. Knows nothing of what the files hold.
+Owns which rank transfers which file. Knows nothing of what the files hold.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from millrace.connectors.storage.store import Store
 
 @contextlib.contextmanager
 def write_folder(store: Store) -> Iterator[Path]:
-    """Where this rank writes: the checkpoint's folder if it is on a local disk, else a temporary folder."""
+    """The folder that this rank writes to: the checkpoint's if it is on a local disk, otherwise a temporary one."""
     if store.local:
         on_rank_0(lambda: Path(store.root).mkdir(parents=True, exist_ok=True))
         yield Path(store.root)
@@ -31,7 +31,7 @@ def write_folder(store: Store) -> Iterator[Path]:
 
 
 def store_files(store: Store, folder: Path) -> list[FileEntry]:
-    """Bring the files that this rank wrote to the store; returns their entries."""
+    """Transfer the files that this rank wrote to the store; returns their entries."""
     if not store.local:
         return store.upload_dir(str(folder), "")
     rank = dist.get_rank()
@@ -44,7 +44,7 @@ def store_files(store: Store, folder: Path) -> list[FileEntry]:
 
 @contextlib.contextmanager
 def read_folder(store: Store, files: list[FileEntry]) -> Iterator[Path]:
-    """A local folder with the checkpoint's files, verified. From an object store, one copy per host."""
+    """A local folder with the checkpoint's verified files. Files in an object store are copied once per host."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     rank = dist.get_rank()
@@ -59,7 +59,7 @@ def read_folder(store: Store, files: list[FileEntry]) -> Iterator[Path]:
         folders: list[Any] = [None] * len(hosts)
         dist.all_gather_object(folders, folder)
         yield Path(folders[hosts.index(hosts[rank])])
-        dist.barrier()  # the copy is removed when no rank reads it any more
+        dist.barrier()  # the copy is removed afterwards, so all ranks must have read it
 
 
 def _download(store: Store, files: list[FileEntry], folder: str) -> None:

@@ -1,6 +1,6 @@
-"""This rank's part of a checkpoint, copied to memory of the host that another process can map.
+"""Copies this rank's part of a checkpoint to host memory that another process can map.
 
-Owns the memory and where each tensor lies in it. Knows nothing of files.
+Owns the memory and the place of each tensor in it. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in the memory."""
+    """The place of a tensor in the memory."""
 
-    start: int  # bytes
+    start: int  # offset in bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """What this rank writes: a plan whose items' data are bytes here, or lie in the memory."""
+    """The data that this rank writes: a plan, and for each of its items bytes or a place in the memory."""
 
     plan: SavePlan
-    data: list[Place | bytes]  # of each item of the plan
+    data: list[Place | bytes]  # one for each item of the plan
     descriptor: int  # of the memory
-    size: int  # of the memory, bytes
+    size: int  # bytes of the memory
 
 
 class HostMemory:
-    """Memory without a name, which grows to the largest copy and is then used again. On a GPU's host it is pinned."""
+    """Anonymous memory that grows to the largest copy and is reused. For copies from a GPU it is pinned."""
 
     def __init__(self) -> None:
         self.size = 0
-        self._pinned = 0  # its address
+        self._pinned = 0  # address of the pinned memory
         self.descriptor = -1
         self._view: mmap.mmap | None = None
         self._preparing: threading.Thread | None = None
 
     def prepare(self, size: int, *, pinned: bool) -> None:
-        """Begin to take `size` bytes, so that the first copy finds them: 50 GB take the system tens of seconds."""
+        """Start to allocate `size` bytes in advance, since the system needs tens of seconds for 50 GB."""
         assert self._view is None, "before the first copy"
         self._map(size)
         if pinned:
@@ -60,7 +60,7 @@ class HostMemory:
             self._preparing.start()
 
     def take(self, size: int, *, pinned: bool) -> mmap.mmap:
-        """At least `size` bytes. What was taken before must be free by now."""
+        """Memory of at least `size` bytes, the same as before if it is large enough. Earlier contents must be unused."""
         self._until_prepared()
         if self._view is None or size > self.size:
             self.close()
@@ -76,7 +76,7 @@ class HostMemory:
 
     def _pin(self) -> None:
         assert self._view is not None
-        torch.frombuffer(self._view, dtype=torch.uint8).zero_()  # takes its pages
+        torch.frombuffer(self._view, dtype=torch.uint8).zero_()  # allocates its pages
         address = _address(self._view)
         torch.cuda.cudart().cudaHostRegister(address, self.size, 0)
         self._pinned = address
@@ -87,7 +87,7 @@ class HostMemory:
             self._preparing = None
 
     def close(self) -> None:
-        """Give it back. Who maps it keeps it."""
+        """Release the memory. Processes that have mapped it keep it."""
         self._until_prepared()
         if self._view is None:
             return
@@ -99,7 +99,7 @@ class HostMemory:
 
 
 class CopyingWriter(FileSystemWriter):
-    """In place of files, a copy in memory; the metadata that the coordinator would write are kept."""
+    """A writer that copies to memory instead of files, and keeps the metadata that the coordinator would write."""
 
     def __init__(self, folder: str | Path, memory: HostMemory) -> None:
         super().__init__(folder)
@@ -108,7 +108,7 @@ class CopyingWriter(FileSystemWriter):
         self.metadata: Metadata | None = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """Copy every item's data. Returns when all of it is on the host."""
+        """Copy every item's data. Returns when all data is on the host."""
         whole: list[Any] = [planner.resolve_data(item) for item in plan.items]
         places: list[Place | bytes] = []
         size = 0
@@ -133,12 +133,12 @@ class CopyingWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Keep the metadata until the files are written."""
+        """Store the metadata until the files are written."""
         self.metadata = metadata
 
 
 def tensor_at(view: Any, place: Place) -> Tensor:
-    """The tensor that lies there, without a copy."""
+    """The tensor at a place in the memory, without a copy."""
     count = 1
     for size in place.shape:
         count *= size
@@ -149,7 +149,7 @@ def tensor_at(view: Any, place: Place) -> Tensor:
 
 
 def _unnamed(size: int) -> int:
-    """A descriptor of memory; of a file without a name where the system has no such memory."""
+    """A descriptor of anonymous memory; of an unnamed file if the system has no such memory."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("millrace-checkpoint")
     else:

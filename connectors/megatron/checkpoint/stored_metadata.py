@@ -1,7 +1,7 @@
-"""A checkpoint is data: what a stored file names is looked up in a list, and nothing else is imported or called.
+"""Reads checkpoints as data: names in stored files are looked up in a list, and no other name is imported or called.
 
-PyTorch keeps a checkpoint's table of contents as a pickle, and unpickles objects among the tensors. Owns the list, and what
-a table of contents may say. Knows nothing of models.
+PyTorch stores a checkpoint's table of contents as a pickle, and unpickles objects among the tensors. Owns the list, and the
+allowed content of a table of contents. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLASSES = (
 )
 KNOWN: dict[tuple[str, str], Any] = {
     **{(each.__module__, each.__qualname__): each for each in CLASSES},
-    # the folder that it was written to, which is not read
+    # the path of the folder that it was written to; nothing reads it
     **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
     ("torch.serialization", "_get_layout"): _get_layout,
     **{
@@ -58,10 +58,10 @@ WRONG = (
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what a table of contents is made of."""
+    """An unpickler that knows only the parts of a table of contents."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """What is listed. Raises UnpicklingError for any other name, and imports nothing."""
+        """The listed object of this name. Raises UnpicklingError for any other name, and never imports."""
         if (module, name) not in KNOWN:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
         return KNOWN[module, name]
@@ -70,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     """A checkpoint's table of contents. files: names of its files.
 
-    Raises CorruptFileError if it names what no checkpoint is made of, or another file.
+    Raises CorruptFileError if it names anything that is not part of a checkpoint, or a file that is not in `files`.
     """
     path = folder / NAME
     try:
@@ -87,9 +87,9 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
 
 
 def as_data(stored: io.BytesIO) -> io.BytesIO:
-    """An object of a checkpoint, stored anew: of tensors, plain values and what megatron-core has declared safe.
+    """An object of a checkpoint, stored again, made only of tensors, plain values and types that megatron-core declared safe.
 
-    Raises UnpicklingError for any other.
+    Raises UnpicklingError if it holds anything else.
     """
     again = io.BytesIO()
     torch.save(torch.load(stored, map_location="cpu", weights_only=True), again)

@@ -1,7 +1,7 @@
 """Trainer state on storage: models, optimizers, schedules, algorithm, RNG and weight version, in megatron's torch_dist format.
 
-Owns which files a checkpoint has and when it is complete. A checkpoint loads under any tensor, pipeline, context and data
-parallel layout.
+Owns which files a checkpoint has and when it is complete. A checkpoint loads under any layout of tensor, pipeline, context and
+data parallelism.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORMAT = 1
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint says beside the learner's state."""
+    """The content of a checkpoint beside the learner's state."""
 
     version: int
     metrics: dict[str, Any] | None  # of the step that made the version
@@ -63,9 +63,9 @@ def save(learner: Learner, url: str, version: int, metrics: dict[str, Any] | Non
 def begin(
     learner: Learner, url: str, version: int, metrics: dict[str, Any] | None, writer: BackgroundWriter
 ) -> None:
-    """Copy this rank's shards to host memory and have them written. Every rank must call it, and then `commit`.
+    """Copy this rank's shards to host memory and start to write them. Every rank must call it, and then `commit`.
 
-    A complete checkpoint of the same version is kept, as by `save`, and there is nothing to commit.
+    A complete checkpoint of the same version is kept, as by `save`; then there is nothing to commit.
     """
     started, store = time.perf_counter(), Store(url)
     if _existing(store, version) is not None:
@@ -83,9 +83,9 @@ def begin(
 
 
 def commit(learner: Learner, writer: BackgroundWriter) -> None:
-    """Wait for every rank's files, and have rank 0 write complete.json. Every rank must call it.
+    """Wait for every rank's files; then rank 0 writes complete.json. Every rank must call it.
 
-    Raises StorageError, on every rank, if one could not write its files.
+    Raises StorageError, on every rank, if a rank could not write its files.
     """
     begun = writer.begun
     assert begun is not None, "begin comes first"
@@ -108,7 +108,7 @@ def commit(learner: Learner, writer: BackgroundWriter) -> None:
 
 
 def _existing(store: Store, version: int) -> dict[str, Any] | None:
-    """The marker of a complete checkpoint of this version; what an interrupted save left is removed."""
+    """The marker of a complete checkpoint of this version, else None. Removes what an interrupted save left."""
     existing = on_rank_0(lambda: _read_marker(store))
     if existing is None:
         on_rank_0(lambda: store.remove("", recursive=True))
@@ -182,9 +182,9 @@ def load(learner: Learner, url: str) -> Loaded:
 
 
 def _read_state(learner: Learner, folder: Path, files: set[str]) -> dict[str, Any]:
-    """The stored state, as data: nothing that a file names is imported or called.
+    """The stored state, read as data: no name in a file is imported or called.
 
-    Raises CorruptFileError if the table of contents names code, and then nothing was loaded; TrainerError if an object does.
+    Raises CorruptFileError, before anything is loaded, if the table of contents names code; TrainerError if an object does.
     """
     metadata = on_every_rank(lambda: read_metadata(folder, files))[dist.get_rank()]
     try:
@@ -193,7 +193,7 @@ def _read_state(learner: Learner, folder: Path, files: set[str]) -> dict[str, An
             return state
     except UnpicklingError as error:
         raise _unreadable(folder, error) from error
-    except CheckpointException as error:  # raised on every rank, whichever failed
+    except CheckpointException as error:  # raised on every rank if any rank fails
         raise _unreadable(folder, next((failure for failure, _ in error.failures.values()), error)) from error
 
 
@@ -205,7 +205,7 @@ def _unreadable(folder: Path, error: BaseException) -> TrainerError:
 
 
 def _state_to_save(learner: Learner, version: int) -> dict[str, Any]:
-    """The sharded state dict, and what is the same on every rank."""
+    """The sharded state dict, with the state that is the same on every rank."""
     sharded = learner.sharded_state(loading=False)
     return {**sharded, **learner.common_state(), "rng": _rng(), "version": version}
 

@@ -1,6 +1,6 @@
-"""A process that writes one rank's part of a checkpoint: `python -m` this module.
+"""The process that writes one rank's part of a checkpoint: `python -m` this module.
 
-Reads its task from the process that started it, and hands back what was written.
+Reads its task from standard input, and returns the written files on standard output.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Write, and hand the outcome to standard output."""
-    task: WriteTask = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
+    """Write the files, and send the outcome to standard output."""
+    task: WriteTask = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the parent process
     _die_with(task.parent)
     sys.stdout.buffer.write(pickle.dumps(write(task)))
 
 
 def _die_with(parent: int) -> None:
-    """Die when the thread that started this process ends. Elsewhere than on Linux a writer ends its work for nobody."""
+    """Have the kernel kill this process when the thread that started it ends. Outside Linux the writer finishes without use."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

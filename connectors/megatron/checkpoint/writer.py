@@ -1,7 +1,7 @@
 """Writes megatron's torch_dist checkpoints in the calling thread.
 
 megatron's own writer starts a manager process and forks a process per file. That takes seconds even for a small checkpoint,
-and it forks a process that runs communication threads. The files are the same.
+and the forked process has running communication threads. The files are the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from millrace.core.errors import StorageError
 
 
 class SynchronousSave(TorchDistSaveShardedStrategy):
-    """The torch_dist strategy over PyTorch's plain file writer: one file a rank, synced to disk.
+    """The torch_dist strategy with PyTorch's plain file writer: one file per rank, synced to disk.
 
-    writer: in place of that one.
+    writer: replaces PyTorch's file writer.
     """
 
     def __init__(self, backend: str, version: int, writer: FileSystemWriter | None = None) -> None:
@@ -47,11 +47,12 @@ class SynchronousSave(TorchDistSaveShardedStrategy):
                 storage_writer=self._writer or FileSystemWriter(checkpoint_dir),
                 planner=planner,
             )
-        except CheckpointException as error:  # raised on every rank, whichever failed
+        except CheckpointException as error:  # raised on every rank if any rank fails
             cause = next((failure for failure, _ in error.failures.values()), error)
-            free = shutil.disk_usage(checkpoint_dir).free / 2**20  # PyTorch's writer does not say "full"
+            # PyTorch's error does not say that the disk is full
+            free = shutil.disk_usage(checkpoint_dir).free / 2**20
             raise StorageError(
-                f"cannot write the checkpoint, {free:,.0f} MiB are free there: {cause}",
+                f"cannot write the checkpoint; its disk has {free:,.0f} MiB free: {cause}",
                 where=str(checkpoint_dir),
                 remedy="free space or repair the disk and start again; nothing committed is lost",
             ) from error

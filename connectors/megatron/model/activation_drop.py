@@ -1,7 +1,7 @@
 """Frees the memory of a tensor between the forward pass that made it and the backward pass that reads it.
 
-Autograd's graph stays as it is: only the tensor's storage is freed, and later filled with the same bits. megatron has this
-too, but needs Transformer Engine for it.
+Autograd's graph does not change: only the tensor's storage is freed, and later filled with the same bits. megatron has this too,
+but only with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import Tensor
 
 
 def drop(tensor: Tensor, recompute: Callable[[], Tensor], before: Tensor) -> None:
-    """Free `tensor`, which the rest of the forward pass must not read; `recompute` makes its values again.
+    """Free `tensor`, which the rest of the forward pass must not read. `recompute` computes its values again.
 
-    Its memory is filled when the gradient of `before` arrives: whatever reads the tensor must lie on the way to `before`.
+    The memory is filled again when the gradient of `before` arrives, so all readers of the tensor must come before `before`.
     """
     if not before.requires_grad:
-        return  # nothing was kept
+        return  # autograd keeps no tensors
     storage = tensor.untyped_storage()
     assert storage.nbytes() == tensor.nbytes, "the storage holds another tensor too"
     size, pending = (
         storage.nbytes(),
         [(tensor.data, recompute)],
-    )  # .data: writing to it is no change to autograd
+    )  # .data: autograd does not notice writes to it
     storage.resize_(0)
 
     def fill(_: Tensor) -> None:
-        dropped, make = pending.pop()  # else the graph would hold both until the whole backward pass is done
+        dropped, make = pending.pop()  # so that the graph does not hold both until the backward pass ends
         with torch.no_grad():
             values = make()
             dropped.untyped_storage().resize_(size)

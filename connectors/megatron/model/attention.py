@@ -1,9 +1,9 @@
 """Core attention over a pack of sequences, with grouped heads and context parallelism.
 
-On a CPU: SDPA, sequences of one length in one call. On a GPU: cuDNN for long sequences, variable-length flash attention for
-the rest. Under context parallelism, ranks exchange heads for tokens, so that each attends over whole sequences with its
-share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1). Where the heads of keys do not divide evenly, keys
-and values are gathered and queries stay in zigzag order. Knows nothing of projections or rotary positions.
+On a CPU: SDPA, with one call for all sequences of a length. On a GPU: cuDNN for long sequences, variable-length flash attention
+for the rest. Under context parallelism, ranks exchange heads for tokens, so that each attends over whole sequences with its
+share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1). If the heads of keys do not divide evenly, keys and
+values are gathered and queries stay in zigzag order. Knows nothing of projections or rotary positions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from millrace.connectors.megatron.model.fused import has_kernels
 
 @dataclass
 class PackBounds(PackedSeqParams):
-    """megatron's description of a pack, with the bounds of its sequences as numbers of the host too."""
+    """megatron's description of a pack, with the bounds of its sequences also as Python numbers."""
 
     bounds: list[int] = field(default_factory=list)
     samples: int = 0
@@ -97,7 +97,7 @@ def _attend_zigzag(
     size: int,
     rank: int,
 ) -> Tensor:
-    """A rank's two chunks of every sequence attend to all keys before their end."""
+    """Attention of a rank's two chunks of every sequence to all keys before each chunk's end."""
     if not has_kernels(query):
         chunks = [
             whole(query[a:b], key[s:e], value[s:e], scale)
@@ -112,7 +112,7 @@ def _attend_zigzag(
 def _varlen_chunks(
     bounds: tuple[int, ...], size: int, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """The chunks as `varlen` takes them: rows of the keys, bounds of queries and keys, the longest of both."""
+    """The chunks in the form for `varlen`: rows of the keys, bounds of queries and of keys, and the longest of each."""
     spans = chunk_spans(bounds, size, rank)
     rows = torch.cat([torch.arange(s, e) for _, (s, e) in spans])
     queries = [end - start for (start, end), _ in spans]
@@ -127,7 +127,7 @@ def _varlen_chunks(
 
 
 def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """One sequence, or the end of one: [q, heads, d] x [k, kv_heads, d] -> [q, heads, d], causal from the end."""
+    """Attention of a sequence, or of its last queries: [q, heads, d] x [k, kv_heads, d] -> [q, heads, d], causal, ends aligned."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     if query.shape[0] == key.shape[0]:
         out = _attention(q, k, v, scale)
@@ -140,7 +140,8 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Ten
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
     """PyTorch's attention [B, heads, q, d], causal unless there is a mask."""
-    if q.is_cuda:  # grouped heads in a wide type would take memory for every pair of tokens there
+    # on a GPU, PyTorch's grouped heads in a wide type would take memory for every pair of tokens
+    if q.is_cuda:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=not q.is_cuda
@@ -150,7 +151,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tenso
 def _attend_by_length(
     query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float | None
 ) -> Tensor:
-    """Whole sequences, with one call for all sequences of a length: a call each would be slow for short samples."""
+    """Attention of whole sequences, with one call for all sequences of a length, since many short calls would be slow."""
     starts: dict[int, list[int]] = {}
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         starts.setdefault(end - start, []).append(start)
@@ -172,7 +173,7 @@ def _attend_by_length(
 def short(
     query: Tensor, key: Tensor, value: Tensor, part: dense_attention.Part, scale: float | None
 ) -> Tensor:
-    """A part's sequences by variable-length attention."""
+    """Variable-length attention of a part's sequences."""
     cu = dense_attention.cumulative(part.bounds, query.device)
     longest = max(end - start for start, end in pairwise(part.bounds))
     return varlen(query, key, value, cu, cu, longest, longest, scale)
@@ -188,7 +189,7 @@ def varlen(
     longest_k: int,
     scale: float | None,
 ) -> Tensor:
-    """Causal attention of sequences of any lengths, end to end; queries are the last of their keys. GPU only."""
+    """Causal attention of concatenated sequences of any lengths. Queries belong to the last keys of a sequence. GPU only."""
     from torch.nn.attention.varlen import varlen_attn
 
     extra: dict[str, Any] = {"enable_gqa": True} if _takes_gqa() else {}

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def zigzag_positions(bounds: Sequence[int], size: int, rank: int) -> Tensor:
-    """Positions of the pack that a context parallel rank holds, in its local order. [T / size]."""
+    """The pack's positions that a context parallel rank holds, in its local order. [T / size]."""
     pieces = []
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         chunk = (end - start) // (2 * size)
@@ -33,7 +33,7 @@ def zigzag_positions(bounds: Sequence[int], size: int, rank: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def chunk_spans(bounds: tuple[int, ...], size: int, rank: int) -> tuple[tuple[Span, Span], ...]:
-    """For each chunk of a rank: its span in the local queries, and the span of keys it attends to in the whole pack."""
+    """For each chunk of a rank: its span in the local queries, and the span of keys in the whole pack that it attends to."""
     spans, local = [], 0
     for start, end in pairwise(bounds):
         chunk = (end - start) // (2 * size)
@@ -67,7 +67,7 @@ def heads_to_tokens(heads: Tensor, bounds: tuple[int, ...], group: Any) -> Tenso
 
 
 class _ExchangeHeads(torch.autograd.Function):
-    """`forth` (_to_heads or _to_tokens) of a tensor; its gradient goes through `back`, the other one."""
+    """Applies `forth` (_to_heads or _to_tokens) to a tensor, and `back`, the other of the two, to its gradient."""
 
     @staticmethod
     def forward(
@@ -120,6 +120,6 @@ class _GatherSequences(torch.autograd.Function):
 
 @lru_cache(maxsize=16)
 def _zigzag_order(bounds: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The ranks' parts end to end, as positions of the pack, and the index of each position in them. [T] both."""
+    """The concatenated parts of all ranks, as positions of the pack, and the index of each position in them. Both [T]."""
     positions = torch.cat([zigzag_positions(bounds, size, rank) for rank in range(size)])
     return positions.to(device), torch.argsort(positions).to(device)

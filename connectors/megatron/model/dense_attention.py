@@ -1,10 +1,10 @@
-"""Long sequences of a pack through cuDNN's attention, which needs equal lengths and is twice as fast as variable-length ones.
+"""Long sequences of a pack through cuDNN's attention, which needs equal lengths and is twice as fast as variable-length attention.
 
 A pack is cut into parts: sequences of similar length, each padded at its end to a common length (harmless under a causal
-mask), and the short ones, left to variable-length attention. cuDNN plans each new shape for tens of milliseconds: lengths
-are rounded up and counts are powers of two, so that shapes recur.
+mask), and the short sequences, which use variable-length attention. cuDNN plans each new shape for tens of milliseconds, so
+lengths are rounded up and counts are powers of two to make shapes recur.
 
-Owns the cut and the moves of rows into parts and back. Knows nothing of projections.
+Owns the cut, and moving rows into parts and back. Knows nothing of projections.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 Attention = Callable[[Tensor, Tensor, Tensor, "Part", float | None], Tensor]  # query, key, value, part, scale
 
-SHORTEST = 1024  # tokens: for shorter sequences, padding and moving cost what cuDNN gains
-STEPS = 8  # lengths per power of two: padding adds an eighth at most
+SHORTEST = 1024  # tokens; for shorter sequences, padding and moving cost more than cuDNN gains
+STEPS = 8  # lengths per power of two, so that padding adds at most an eighth
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def rounded(length: int) -> int:
 
 @lru_cache(maxsize=16)
 def cut(bounds: tuple[int, ...]) -> tuple[Part, ...]:
-    """Parts of a pack whose sequences lie between `bounds`; each row is in exactly one part."""
+    """Cut a pack, whose sequences are between `bounds`, into parts; each row is in exactly one part."""
     kinds: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(bounds):
         kinds.setdefault(rounded(end - start) if end - start >= SHORTEST else 0, []).append((start, end))
@@ -66,7 +66,7 @@ def cut(bounds: tuple[int, ...]) -> tuple[Part, ...]:
 
 
 def usable(query: Tensor) -> bool:
-    """Whether cuDNN's attention takes these heads, on a GPU where it is faster."""
+    """Whether cuDNN's attention supports these heads, and is faster on this GPU."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -94,7 +94,7 @@ def attend(
     """Causal attention within each sequence of a pack [T, heads, d]: `dense` for dense parts, `varlen` for the others."""
     parts = cut(tuple(bounds))
     attentions = [dense if part.length else varlen for part in parts]
-    if len(parts) == 1 and len(parts[0].rows) == len(query):  # nothing to move
+    if len(parts) == 1 and len(parts[0].rows) == len(query):  # no rows to move
         return attentions[0](query, key, value, parts[0], scale)
     rows = _on_device(tuple(bounds), query.device)
     sizes = [len(part.rows) for part in parts]
@@ -110,7 +110,7 @@ def attend(
 
 @lru_cache(maxsize=16)
 def _on_device(bounds: tuple[int, ...], device: torch.device) -> Tensor:
-    """Rows of all parts, end to end."""
+    """The concatenated rows of all parts."""
     return torch.tensor([row for part in cut(bounds) for row in part.rows], device=device)
 
 
@@ -124,12 +124,12 @@ def cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | 
 
 @lru_cache(maxsize=64)
 def cumulative(bounds: tuple[int, ...], device: torch.device) -> Tensor:
-    """Bounds as variable-length attention takes them, on the device."""
+    """Bounds on the device, in the form for variable-length attention."""
     return torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
 class _Take(torch.autograd.Function):
-    """Rows of each tensor [T, ...], with zeros for padding."""
+    """Takes rows of each tensor [T, ...], with zeros for padding."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -144,7 +144,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Rows of all parts back in the pack's order: [T, ...]; padding is left out."""
+    """Puts rows of all parts back into the pack's order: [T, ...]; drops padding."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, x: Tensor, count: int) -> Tensor:

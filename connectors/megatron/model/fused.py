@@ -1,4 +1,4 @@
-"""Operations of the model in one pass over memory on a GPU, by Triton kernels. Elsewhere in plain PyTorch, with autograd.
+"""Operations of the model in one pass over memory: Triton kernels on a GPU, otherwise plain PyTorch with autograd.
 
 The plain form of each function is its definition; tests compare the kernels with it.
 """
@@ -18,7 +18,7 @@ _plain = False
 
 @contextlib.contextmanager
 def plain_forms() -> Iterator[None]:
-    """Within, the plain forms compute on every device, in any type."""
+    """A context in which the plain forms are used on every device, for any type."""
     global _plain
     before, _plain = _plain, True
     try:
@@ -28,7 +28,7 @@ def plain_forms() -> Iterator[None]:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether a tensor is computed with by kernels."""
+    """Whether the kernels are used for a tensor."""
     return x.is_cuda and not _plain
 
 
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + added, and that sum: a layer's residual. The gradients of both are added in one pass."""
+    """The norm of x + added, and that sum, which is a layer's residual. The gradients of both are added in one pass."""
     if has_kernels(x):
         out: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, eps)
         return out
@@ -59,7 +59,7 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def rotary_table(frequencies: Tensor, positions: Tensor) -> Tensor:
-    """Cosine and sine of each token's angles: frequencies [S, ..., d], whose halves are equal; positions [T] -> [2, T, d / 2]."""
+    """Cosine and sine of each token's angles. frequencies [S, ..., d] with equal halves, positions [T] -> [2, T, d / 2]."""
     angles = frequencies.reshape(frequencies.shape[0], -1)[:, : frequencies.shape[-1] // 2]
     return torch.stack([angles.cos()[positions], angles.sin()[positions]])
 
@@ -82,9 +82,9 @@ def query_key_value(
     head_dim: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads of a fused projection [T, groups * (per_group + 2) * d]: per group its queries, its key, its value.
+    """Split a fused projection [T, groups * (per_group + 2) * d] into heads: per group its queries, its key, its value.
 
-    Queries and keys are normed if there are weights, and rotated. Returns [T, heads, d] and twice [T, groups, d].
+    Rotates queries and keys, after a norm if weights are given. Returns [T, heads, d] and twice [T, groups, d].
     """
     if has_kernels(mixed) and head_dim == 2 * table.shape[-1] and head_dim & (head_dim - 1) == 0:
         heads: tuple[Tensor, Tensor, Tensor] = _Heads.apply(mixed, q_weight, k_weight, table, per_group, eps)
@@ -98,7 +98,7 @@ def query_key_value(
 
 
 def take_rows(x: Tensor, indices: Tensor) -> Tensor:
-    """x[indices] of [T, H], where no index repeats."""
+    """x[indices] of [T, H]; indices must not repeat."""
     if has_kernels(x):
         out: Tensor = _TakeRows.apply(x, indices)
         return out

@@ -1,8 +1,7 @@
 """Triton kernels of the trainer on a GPU: norms, rotary positions, gated SiLU and log-probabilities of tokens.
 
 Only pointers and launches: `fused`, `logprobs` and `dense_attention` make autograd functions of them. All arithmetic is in
-fp32 whatever the tensors' dtype; sums over rows have a fixed order, so that repeated runs are equal. Imported only where
-there is a GPU.
+fp32 for any dtype; sums over rows have a fixed order, so that repeated runs are equal. Imported only if there is a GPU.
 """
 
 # mypy: ignore-errors
@@ -192,7 +191,7 @@ HEAD_PARTS = 128  # programs per group of heads, each of which sums its share of
 def heads(
     mixed: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, rope: Tensor, per: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value heads of [T, groups * (per + 2) * d], normed if there are weights, and rotated."""
+    """Query, key and value heads of [T, groups * (per + 2) * d], rotated, after a norm if weights are given."""
     tokens, half = mixed.shape[0], rope.shape[-1]
     groups = mixed.shape[1] // ((per + 2) * 2 * half)
     q = mixed.new_empty(tokens, groups * per, 2 * half)
@@ -322,7 +321,7 @@ def softmax_sums(
     logits: Tensor, targets: Tensor, start: int, live: int, temperature: float, entropy: bool
 ) -> Tensor:
     """fp32 [4, n] of this rank's logits: the maximum, the sum of exponentials relative to it, the target's logit (0 if another
-    rank has it) and, with `entropy`, the sum of logits weighted by those exponentials."""
+    rank has it) and, with `entropy`, the sum of logits weighted by these exponentials."""
     rows = logits.shape[0]
     sums = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     _softmax_sums[(rows,)](

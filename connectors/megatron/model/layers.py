@@ -1,4 +1,4 @@
-"""The model's layers where they differ from megatron's: residuals, norms, activation and self-attention over packs.
+"""The parts of the model's layers that differ from megatron's: residuals, norms, activation and self-attention over packs.
 
 Owns which operations share a pass over memory (see `fused`). Parameters and their names are megatron's.
 """
@@ -36,9 +36,9 @@ class Norm(torch.nn.RMSNorm):
 
 
 class PackedLayer(TransformerLayer):
-    """A layer whose residual sums and norms share one pass over memory, and so do their gradients.
+    """A layer whose residual sums and norms share one pass over memory, as do their gradients.
 
-    Selective recomputation drops the outputs of norms and activation: to make them again takes no matrix product.
+    Selective recomputation drops the outputs of norms and activation, which are recomputed without a matrix product.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **more: Any) -> None:
@@ -57,7 +57,7 @@ class PackedLayer(TransformerLayer):
         packed_seq_params: PackBounds | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] -> [T, 1, H]. megatron's own forward pass where trainer.megatron has it recompute parts of a layer."""
+        """[T, 1, H] -> [T, 1, H]. Uses megatron's forward pass if trainer.megatron makes it recompute parts of a layer."""
         if isinstance(self.mlp, MoELayer) and isinstance(self.mlp.router, LossRouter):
             self.mlp.router.bounds = packed_seq_params
         if self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp:
@@ -106,9 +106,9 @@ class GatedSilu(MegatronModule):
 
 
 class PackedSelfAttention(SelfAttention):
-    """Self-attention over a pack: split, norms and rotary positions of the heads in one pass.
+    """Self-attention over a pack, with split, norms and rotary positions of the heads in one pass.
 
-    `rotary_pos_emb` holds the cosines and sines of this rank's tokens [2, T, d / 2], as PolicyModel makes them.
+    `rotary_pos_emb` holds the cosines and sines of this rank's tokens [2, T, d / 2], computed by PolicyModel.
     """
 
     def forward(
@@ -135,7 +135,7 @@ class PackedSelfAttention(SelfAttention):
 
     def _heads(self, hidden_states: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups, tensor = self.config.num_query_groups, self.config.tensor_model_parallel_size
-        if groups < tensor:  # one group's heads lie on several ranks: megatron gathers them
+        if groups < tensor:  # a group's heads are on several ranks, and megatron gathers them
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             return (
                 fused.rotate(query.squeeze(1), table),
@@ -144,7 +144,7 @@ class PackedSelfAttention(SelfAttention):
             )
         mixed, _ = self.linear_qkv(
             hidden_states
-        )  # [T, 1, ...]: squeeze, since the gradient of an index is a copy
+        )  # [T, 1, ...]: squeezed, since the gradient of indexing would be a copy
         return fused.query_key_value(
             mixed.squeeze(1),
             getattr(self.q_layernorm, "weight", None),

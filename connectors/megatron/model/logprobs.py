@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of given tokens from hidden states, over a vocabulary split by tensor parallelism.
 
-Holds the logits of one chunk of tokens at a time: the backward pass computes them again, chunk by chunk. On a GPU, the
-logits of a chunk keep the model's dtype and are read once, their gradient overwrites them, and the output layer's gradient
-is summed in fp32 where the optimizer reads it. There, chunks' logits are kept too while the device has memory to spare.
+Holds the logits of one chunk of tokens at a time; the backward pass computes them again, chunk by chunk. On a GPU, the logits of
+a chunk keep the model's dtype and are read once, their gradient overwrites them, and the output layer's gradient is added in fp32
+to the optimizer's buffer. Also on a GPU, logits of chunks are kept while the device has memory to spare.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millrace.connectors.megatron.model.weight_gradients import add_product
 
 
 class TokenLogprobs(NamedTuple):
-    """What the output layer gives for N tokens: fp32, or fp64 of an fp64 layer."""
+    """The output layer's values for N tokens: fp32, or fp64 for an fp64 layer."""
 
     targets: Tensor  # [N] log-probabilities
     entropies: Tensor | None  # [N]
@@ -40,9 +40,9 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """log softmax(hidden @ weight.T / temperature)[target], and with `entropy` the distribution's entropy.
 
-    hidden [N, H]; weight [V / tp, H], this rank's rows; targets [N]; vocab: tokens that count (rows past it are padding);
-    others [N, k]: further tokens, no two of a row alike. Gradients go to the weight and, as this rank's part of a sum, to
-    hidden; without `entropy_gradient` the entropy has none. On a GPU, `others` takes the path without kernels.
+    hidden [N, H]; weight [V / tp, H], this rank's rows; targets [N]; vocab: number of real tokens (later rows are padding);
+    others [N, k]: further tokens, distinct within a row. Gradients go to the weight and, as this rank's part of a sum, to
+    hidden; without `entropy_gradient` the entropy has none. With `others`, the kernels are not used, even on a GPU.
     """
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
@@ -96,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 of_others[span] = _reduce(own, dist.ReduceOp.SUM, group) - logsum[span, None]
             if (
                 entropy
-            ):  # in a sum of its own, so that log-probabilities do not depend on whether it is wanted
+            ):  # a separate sum, so that log-probabilities have the same bits with and without entropy
                 moment = (exps * logits.masked_fill(exps == 0, 0)).sum(-1)
                 entropies[span] = logsum[span] - _reduce(moment, dist.ReduceOp.SUM, group) / reduced[0]
         ctx.save_for_backward(hidden, weight, targets, others, logsum, entropies)
@@ -133,27 +133,30 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _picked(logits: Tensor, local: Tensor, live: int) -> Tensor:
-    """Logits [n, k] of these rows' tokens, 0 where another rank holds the token."""
+    """Logits [n, k] of these rows' tokens, 0 for tokens of other ranks."""
     own = logits.gather(1, local.clamp(0, logits.shape[1] - 1))
     return torch.where((local >= 0) & (local < live), own, torch.zeros_like(own))
 
 
 def _add_gradient(d: Tensor, grad: Tensor, p: Tensor, local: Tensor, live: int) -> None:
-    """Add to d [n, V / tp] what the log-probabilities [n, k] of further tokens give the logits. A row's tokens differ, so that the order of the sum is fixed."""
+    """Add the gradient of the log-probabilities [n, k] of further tokens to the logits' gradient d [n, V / tp].
+
+    The order of the sum is fixed, since a row's tokens are distinct.
+    """
     d -= grad.sum(-1, keepdim=True) * p
     mine = (local >= 0) & (local < live)
     d.scatter_add_(1, local.clamp(0, d.shape[1] - 1), torch.where(mine, grad, torch.zeros_like(grad)))
 
 
-# plain: 16 bytes a logit; fused: 2. Four chunks at once still take half the memory.
+# plain: 16 bytes per logit; fused: 2. Four chunks at once still take half the memory.
 FUSED_CHUNKS = 4
 
 
 class _FusedTokenLogprobs(torch.autograd.Function):
     """The same with the Triton kernels.
 
-    Where the weight has a `main_grad`, its gradient is added there in fp32 and autograd gets none. While the device has
-    memory to spare, the logits of chunks are kept for the backward pass instead of computed again.
+    If the weight has a `main_grad`, its gradient is added there in fp32, and autograd gets none. While the device has memory
+    to spare, the logits of chunks are kept for the backward pass instead of computed again.
     """
 
     @staticmethod
@@ -225,19 +228,19 @@ class _FusedTokenLogprobs(torch.autograd.Function):
 
 
 def mark_gradient_added(weight: Tensor) -> None:
-    """Mark that `main_grad` already holds the weight's gradient, for DDP, which reduces it when autograd has finished with it.
+    """Mark for DDP that `main_grad` already holds the weight's gradient; DDP reduces it when autograd has finished with the weight.
 
-    DDP still requires a gradient: it gets a view of one element. A tied weight is not marked: autograd brings the
-    embedding's part of its gradient, which DDP must add.
+    DDP still requires a gradient, so it gets a view of one element. A tied weight is not marked: autograd yields the embedding's
+    part of its gradient, which DDP must add.
     """
-    tied = getattr(weight, "zero_out_wgrad", False)  # megatron's mark
+    tied = getattr(weight, "zero_out_wgrad", False)  # megatron's mark of a tied weight
     if hasattr(weight, "grad_added_to_main_grad") and not tied:
         weight.grad = weight.new_empty(1).expand(weight.shape)
         weight.grad_added_to_main_grad = True
 
 
 def _memory_to_spare(tensor: Tensor) -> bool:
-    """Whether a third of the memory of the tensor's device is free; what PyTorch caches counts as free."""
+    """Whether a third of the memory of the tensor's device is free; PyTorch's cache counts as free."""
     free, total = torch.cuda.mem_get_info(tensor.device)
     cached = torch.cuda.memory_reserved(tensor.device) - torch.cuda.memory_allocated(tensor.device)
     return free + cached > total // 3

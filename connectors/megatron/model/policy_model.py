@@ -1,7 +1,7 @@
 """The policy and the critic as megatron-core GPTModels, built from a Hugging Face config.
 
-Owns construction. The last stage returns hidden states, not logits: log-probabilities are taken from them in `logprobs`,
-so that the logits of a whole pack never exist.
+Owns construction. The last stage returns hidden states, not logits: `logprobs` computes log-probabilities from them, so that
+the logits of a whole pack never exist.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from millrace.core.config.megatron_options.moe_losses import moe_losses
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns hidden states [T, 1, H] instead of logits.
 
-    Layers get cosines and sines of this rank's tokens instead of angles by position: packs repeat positions, so that
-    every layer would look them up again.
+    Layers get cosines and sines of this rank's tokens instead of angles by position: packs repeat positions, so every layer would
+    have to look them up.
     """
 
-    router_losses: RouterLosses | None = None  # of a mixture of experts that has any
+    router_losses: RouterLosses | None = None  # for a mixture of experts with auxiliary losses
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
@@ -60,7 +60,7 @@ class CriticModel(PolicyModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The sharded state dict. GPTModel's own requires an output layer."""
+        """The sharded state dict. GPTModel's method requires an output layer."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return state
 
@@ -71,12 +71,12 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
 
 
 def submodules_of(part: Any) -> Any:
-    """What a layer's part is built from. The part is a ModuleSpec up to megatron-core 0.17, and may be a partial from 0.18 on."""
+    """The submodules of a layer's part. The part is a ModuleSpec up to megatron-core 0.17, and may be a partial since 0.18."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
-    """This rank's stage of a model on its device; the weights of matrices are not set."""
+    """Build this rank's stage of a model on its device. The weights of matrices are not initialised."""
     tc = transformer_config(config, hf)
     options = moe_losses(config.trainer.megatron)
     losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
@@ -112,7 +112,7 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         rotary_base=hf["rope_theta"],
         parallel_output=True,
     )
-    # computed on the CPU on every device: powers on a GPU may have other last bits
+    # always computed on the CPU, since powers on a GPU may differ in the last bits
     frequencies = RotaryEmbedding(
         tc.kv_channels, 1.0, rotary_base=hf["rope_theta"], use_cpu_initialization=True
     ).inv_freq

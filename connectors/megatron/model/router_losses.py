@@ -1,7 +1,7 @@
 """Auxiliary losses of the routers of a mixture of experts, over all tokens of a step.
 
 Owns their definition and how their gradients reach the routers. megatron computes them per microbatch, so that packing would
-change them, and scales them by tokens; here each is a mean over the step, whatever its packs, ranks or pipeline stages.
+change them, and scales them by tokens; here each is a mean over the step, independent of packs, ranks and pipeline stages.
 Knows nothing of the policy's objective.
 """
 
@@ -25,15 +25,15 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class RouterLosses:
-    """The losses of one model's routers in the step that is being trained; at rest outside `training`.
+    """The losses of one model's routers in the current step; inactive outside `training`.
 
-    Of E experts of which a token takes k, for one layer with softmax probabilities p over the T tokens of the step:
+    For one layer with E experts, of which a token takes k, and softmax probabilities p over the T tokens of the step:
 
-        aux_loss = E * sum_e f_e * mean_t p_te, where f_e is the share of the T k choices that fell on e
-        seq_aux_loss = the mean over samples of the same sum, each over its own tokens
+        aux_loss = E * sum_e f_e * mean_t p_te; f_e is the share of the T k choices that fell on e
+        seq_aux_loss = the mean over samples of the same sum, for each sample over its tokens
         z_loss = mean_t logsumexp(logits_t)^2
 
-    The step's gradient is that of each coefficient times the sum over layers; metrics are means over layers.
+    The step's gradient is the gradient of each coefficient times the sum over layers; metrics are means over layers.
     """
 
     def __init__(self, options: MoELosses, config: TransformerConfig) -> None:
@@ -45,18 +45,18 @@ class RouterLosses:
         self.tensor_rank = mpu.get_tensor_model_parallel_rank()
         self.tensor_size = mpu.get_tensor_model_parallel_world_size()
         self._mode: str | None = None
-        self._tokens = self._samples = 0  # of the whole step
+        self._tokens = self._samples = 0  # counts of the whole step
         self._chosen: dict[int, Tensor] = {}  # by layer [E]: how often the step's tokens chose each expert
         self._sums: dict[str, Tensor] = {}  # this rank's parts of the metrics
 
     @property
     def counts_first(self) -> bool:
-        """Whether a pass over the step must come before training: f_e is over all packs, and every gradient needs it."""
+        """Whether a counting pass over the step must come before training, since every gradient needs f_e over all packs."""
         return self.options.kind == "aux_loss" and self.options.aux_coeff > 0
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Within, forward passes count the choices of experts; at the end the counts are summed over ranks."""
+        """A context in which forward passes count the choices of experts. At its end the counts are summed over ranks."""
         self._mode, self._chosen = "counting", {}
         try:
             yield
@@ -67,7 +67,7 @@ class RouterLosses:
 
     @contextlib.contextmanager
     def training(self, tokens: int, samples: int) -> Iterator[None]:
-        """Within, backward passes add the gradients of the losses of a step of so many tokens and samples, over all ranks."""
+        """A context in which backward passes add the losses' gradients. tokens, samples: of the step, over all ranks."""
         self._mode, self._tokens, self._samples = "training", tokens, samples
         self._sums = {}
         try:
@@ -76,12 +76,12 @@ class RouterLosses:
             self._mode, self._chosen = None, {}
 
     def metrics(self) -> Metrics:
-        """This rank's parts of the means over layers, without coefficients, which sum to the step's over all ranks."""
+        """This rank's parts of the means over layers, without coefficients. The parts of all ranks sum to the step's metrics."""
         return {name: (value / self.layers, torch.zeros_like(value)) for name, value in self._sums.items()}
 
     def attach(self, logits: Tensor, layer: int, bounds: PackBounds) -> Tensor:
         """The logits [T, E] of this rank's tokens, through which the losses' gradients flow in training."""
-        grads = torch.is_grad_enabled()  # recomputed layers come here twice, the first time without gradients
+        grads = torch.is_grad_enabled()  # recomputed layers call this twice, first without gradients
         if self._mode is None or (self._mode == "training" and not grads):
             return logits
         samples = self._sample_of_token(bounds)
@@ -115,19 +115,19 @@ class RouterLosses:
         empty = probs.new_zeros(max(1, count), experts)
         probs_of_sample = empty.index_add(0, index, probs)
         chosen_of_sample = empty.index_add(0, index, chosen)
-        if dist.get_world_size(self.sample_groups) > 1:  # a sample's tokens lie on several ranks
+        if dist.get_world_size(self.sample_groups) > 1:  # a sample's tokens are on several ranks
             dist.all_reduce(chosen_of_sample, group=self.sample_groups)
-        lengths = (chosen_of_sample.sum(1) / self.topk).clamp(min=1.0)  # a pack may hold no sample
+        lengths = (chosen_of_sample.sum(1) / self.topk).clamp(min=1.0)  # a pack may have no samples
         each = experts * (chosen_of_sample * probs_of_sample).sum(1) / (self.topk * lengths.square())
         within_samples: Tensor = each.sum() / self._samples
         return within_samples
 
     def _sample_of_token(self, bounds: PackBounds) -> Tensor:
-        """For each of this rank's tokens its sample's number in the pack, -1 for padding. [T of this rank]."""
+        """The number in the pack of each token's sample, -1 for padding. [T of this rank]."""
         samples = bounds.sample_of_token
         assert samples is not None
         if self.tensor_size > 1:
-            # sequence parallelism, which megatron requires of experts under tensor parallelism
+            # with tensor parallelism, megatron requires sequence parallelism for experts
             samples = samples.chunk(self.tensor_size)[self.tensor_rank]
         return samples
 
@@ -137,7 +137,7 @@ class RouterLosses:
 
 
 class _AddLoss(torch.autograd.Function):
-    """The identity on logits, whose backward pass adds the gradient of a loss as if it were summed with the step's."""
+    """The identity on logits. Its backward pass adds the gradient of a loss, as if that were added to the step's loss."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, loss: Tensor) -> Tensor:
@@ -151,19 +151,17 @@ class _AddLoss(torch.autograd.Function):
 
 
 class LossRouter(TopKRouter):
-    """megatron's router with millrace's losses. `bounds` is the pack that the layer is about to route."""
+    """megatron's router with millrace's losses. `bounds`: the pack that the layer routes next."""
 
     def __init__(
         self, losses: RouterLosses, *, config: TransformerConfig, pg_collection: Any, **more: Any
     ) -> None:
-        super().__init__(
-            config=config, pg_collection=pg_collection, **more
-        )  # more: from megatron-core 0.17 on
+        super().__init__(config=config, pg_collection=pg_collection, **more)  # more: since megatron-core 0.17
         self.losses = losses
         self.bounds: PackBounds | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities and the map of tokens to experts [T, E], from logits [T, 1, E]."""
+        """Probabilities and the map of tokens to experts, both [T, E], from logits [T, 1, E]."""
         assert self.bounds is not None
         flat = self.losses.attach(logits.view(-1, logits.shape[-1]), self.layer_number, self.bounds)
         routed: tuple[Tensor, Tensor] = super().routing(flat.view(logits.shape), padding_mask)

@@ -17,7 +17,7 @@ from millrace.core.config.megatron_options.moe_losses import FIELDS as MOE_LOSS_
 
 
 def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConfig:
-    """The model's sizes, its parallelism and the options of trainer.megatron, but for the routers' losses."""
+    """The model's sizes, its parallelism and the options of trainer.megatron, except the routers' losses."""
     parallel, arch = config.trainer.parallel, architecture(hf)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = {
@@ -31,7 +31,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "use_te_activation_func": True,  # the layers' own module, which is GatedSilu
+        "use_te_activation_func": True,  # makes megatron use the layer spec's module, GatedSilu
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
         "qk_layernorm": arch.qk_norm,
@@ -50,7 +50,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
         "calculate_per_token_loss": True,
-        # No weights are drawn, on one thread and for seconds: a checkpoint has them all
+        # Weights are not initialised, which would take seconds on one thread: the checkpoint has them all
         "use_cpu_initialization": False,
         "init_method": _unset,
         "output_layer_init_method": _unset,
@@ -79,11 +79,11 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
     if config.trainer.recompute == "full":
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif config.trainer.recompute == "selective":
-        values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer's own
+        values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer does it
     passed = {name: value for name, value in config.trainer.megatron.items() if name not in MOE_LOSS_FIELDS}
     return TransformerConfig(**{**values, **passed})
 
 
 def _unset(weight: Tensor) -> Tensor:
-    """Not a number, so that a weight which nothing fills afterwards cannot go unseen."""
+    """Fill with NaN, so that a weight that is never loaded shows."""
     return torch.nn.init.constant_(weight, math.nan)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without rounding the product to the factors' dtype first."""
+    """total += left @ right, without first rounding the product to the factors' dtype."""
     if not right.numel():
         return  # an expert without tokens
     if left.dtype == total.dtype:
@@ -20,5 +20,5 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def accumulate(layer_input: Tensor, grad_output: Tensor, total: Tensor) -> None:
-    """Add a linear layer's weight gradient to `total`; the signature of Apex's function."""
+    """Add a linear layer's weight gradient to `total`. Has the signature of Apex's function."""
     add_product(total, grad_output.t(), layer_input)

@@ -1,8 +1,8 @@
-"""A model that computes one type wider than its weights are: bfloat16 ones in float32, float32 ones in float64.
+"""Runs a model in the next wider type than its weights': bfloat16 in float32, float32 in float64.
 
-Owns how weights are cast: those of a layer while it runs, so that the extra memory is that of one layer and the embeddings. The
-weights keep their values and their memory. Everything is computed by the plain forms of `fused`, `logprobs` and `attention`,
-which take any type. Knows nothing of what the numbers are for.
+Owns the casts: a layer's weights are cast while it runs, so that the extra memory is one layer's and the embeddings'. The stored
+weights do not change. All computation uses the plain forms of `fused`, `logprobs` and `attention`, which accept any type. Knows
+nothing of the use of the results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ ROUTER = {torch.float32: "fp32", torch.float64: "fp64"}  # megatron's names
 
 @contextlib.contextmanager
 def computing_wider(inner: Any) -> Iterator[torch.dtype]:
-    """Within, the model computes in the type that is yielded. Forward passes alone: it has no gradients.
+    """A context in which the model's forward passes compute in the yielded type, without gradients.
 
-    Every rank enters. inner: a GPTModel of `policy_model`, with its embeddings and output layer as they are: the caller casts
-    the weight of the output layer.
+    Every rank must enter it. inner: a GPTModel of `policy_model`. Does not cast the output layer's weight: the caller does.
     """
     config = inner.config
     wide = WIDER[config.params_dtype]
@@ -34,13 +33,13 @@ def computing_wider(inner: Any) -> Iterator[torch.dtype]:
     hooks = [
         hook
         for part in (*inner.decoder.layers, inner.decoder.final_layernorm)
-        if part is not None  # a stage before the last has no norm
+        if part is not None  # only the last stage has the final norm
         for hook in (
             part.register_forward_pre_hook(cast.before, prepend=True),
             part.register_forward_hook(cast.after, always_call=True),
         )
     ]
-    if inner.pre_process:  # rows of a narrow table, cast, are rows of the wide one
+    if inner.pre_process:  # casting the rows is the same as casting the embedding's whole table
         hooks.append(inner.embedding.register_forward_hook(lambda _module, _inputs, out: out.to(wide)))
     config.pipeline_dtype, config.moe_router_dtype = wide, ROUTER[wide]
     try:
@@ -54,9 +53,9 @@ def computing_wider(inner: Any) -> Iterator[torch.dtype]:
 
 
 class _Cast:
-    """The weights of the part that runs, cast, in the place of its own.
+    """Replaces the weights of the running part by cast copies.
 
-    A parameter keeps its type: with another one autograd forgets the hooks by which gradients are summed.
+    The parameters themselves keep their type: with another type autograd would lose the hooks that sum gradients.
     """
 
     def __init__(self, wide: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from millrace.core.config import RunConfig
 
 
 def wrap(model: GPTModel, config: RunConfig) -> DistributedDataParallel:
-    """The model with fp32 gradient buffers, reduced over data and context parallel ranks.
+    """Wrap the model with fp32 gradient buffers, which are reduced over data and context parallel ranks.
 
     A bucket of gradients is reduced as soon as the last pack's backward pass has filled it, while that pass continues.
     """
@@ -33,13 +33,13 @@ def wrap(model: GPTModel, config: RunConfig) -> DistributedDataParallel:
     ddp = DistributedDataParallelConfig(**{**values, **config.trainer.megatron_ddp})
     wrapped = DistributedDataParallel(model.config, ddp, inner)
     model.config.finalize_model_grads_func = _finalize
-    model.config.no_sync_func = wrapped.no_sync  # for all packs but the last
+    model.config.no_sync_func = wrapped.no_sync  # for all packs except the last
     return wrapped
 
 
 @contextlib.contextmanager
 def accumulating(model: DistributedDataParallel) -> Iterator[None]:
-    """Within, backward passes add to this rank's gradients, and none are reduced: the last passes of the step, outside, do it."""
+    """A context in which backward passes add to this rank's gradients without reducing them; the step's last passes reduce them."""
     config = model.config
     hooks = config.no_sync_func, config.finalize_model_grads_func
     config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
@@ -51,5 +51,5 @@ def accumulating(model: DistributedDataParallel) -> Iterator[None]:
 
 
 def _finalize(models: list[Any], tokens: Any = None, **arguments: Any) -> None:
-    """megatron's function without its division by the number of tokens: our losses are final, and it is a pass over memory."""
+    """megatron's function without its division by the number of tokens, a pass over memory that our final losses do not need."""
     finalize_model_grads(models, None, **arguments)

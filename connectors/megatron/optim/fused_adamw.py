@@ -35,7 +35,7 @@ def applies(optimizer: Any) -> bool:
 
 
 def install(optimizer: Any) -> None:
-    """Make AdamW one kernel and the copy of the weights another, where possible. Call it after loading a state too."""
+    """Make AdamW one kernel and the copy of the weights another, if possible. Call it again after loading a state."""
     for part in _parts(optimizer):
         if not _fusable(part):
             continue
@@ -51,7 +51,7 @@ def install(optimizer: Any) -> None:
 
 
 def _weight_copy(part: Any) -> Callable[[], None]:
-    """A function that writes this rank's fp32 parameters to the buffer that the model's are gathered from."""
+    """A function that writes this rank's fp32 parameters to the buffer from which the model's are gathered."""
     pairs: list[tuple[Tensor, Tensor]] = []
 
     def find_pairs() -> None:
@@ -76,9 +76,9 @@ def _weight_copy(part: Any) -> Callable[[], None]:
 
 @torch.no_grad()
 def gradient_norm(optimizer: Any) -> Tensor:
-    """Norm over all ranks, as megatron computes it: shared and replicated parameters count once. After `prepare_grads`.
+    """Norm over all ranks, as megatron computes it: shared and replicated parameters count once. Call it after `prepare_grads`.
 
-    The result stays on the device: the host does not wait.
+    The result stays on the device, so the host does not wait.
     """
     total: Tensor | None = None
     for part in _parts(optimizer):
@@ -96,7 +96,7 @@ def gradient_norm(optimizer: Any) -> Tensor:
 
 @torch.no_grad()
 def step(optimizer: Any, norm: float) -> None:
-    """One AdamW step on gradients clipped by their `norm`; the kernel divides as it reads them."""
+    """One AdamW step on gradients clipped by their `norm`. The kernel divides gradients while it reads them."""
     for part in _parts(optimizer):
         adam, clip = part.optimizer, part.config.clip_grad
         device = adam.param_groups[0]["params"][0].device

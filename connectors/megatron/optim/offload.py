@@ -1,7 +1,7 @@
 """Moves optimizer state and gradients out of GPU memory and back, so that engines on the same GPU can use the memory.
 
-Works on storages, not tensors, so that every view stays valid. Optimizer state goes to pinned host memory, which is kept
-for the next time; gradients are dropped. The weights stay: engines read them while the rest is offloaded.
+Works on storages, not tensors, so that every view stays valid. Optimizer state goes to pinned host memory, which is reused the
+next time; gradients are dropped. The weights stay on the GPU, since engines read them while the rest is offloaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millrace.connectors.megatron.process.memory_errors import out_of_host_memor
 
 
 class Offloadable(Protocol):
-    """What offloading needs of a model that is trained."""
+    """The part of a trained model that offloading needs."""
 
     inner: Any  # the model with the parameters
     optimizer: Any
@@ -27,18 +27,18 @@ class Offloadable(Protocol):
 
 
 class OptimizerOffload:
-    """GPU memory of trained models that the host can hold instead."""
+    """Offloads GPU memory of trained models to the host."""
 
     def __init__(self, models: Sequence[Offloadable]) -> None:
         self.models = models
         self.offloaded = False
         self._freed: list[tuple[Any, int, Tensor | None]] = []  # storage, bytes, host copy of its content
-        self._hosts: list[Tensor] = []  # pinned memory, kept for the next time
+        self._hosts: list[Tensor] = []  # pinned memory, reused the next time
 
     def offload(self) -> int:
-        """Free the memory, and what PyTorch caches; returns the bytes of the GPU that are free again.
+        """Free the memory, and PyTorch's cache; returns the bytes that became free on the GPU.
 
-        Raises TrainerMemoryError if the host has no room; everything then stays where it was.
+        Raises TrainerMemoryError if the host has no room; then nothing is moved.
         """
         if not torch.cuda.is_available():
             return 0
@@ -62,7 +62,7 @@ class OptimizerOffload:
         self.offloaded = True
 
     def reload(self) -> None:
-        """Allocate the memory again and restore the optimizer state; gradients are zero."""
+        """Allocate the memory again and restore the optimizer state. Gradients become zero."""
         if not self.offloaded:
             return
         for storage, size, host in self._freed:
@@ -83,7 +83,7 @@ class OptimizerOffload:
         return self._hosts[number]
 
     def _storages(self) -> tuple[list[Any], list[Any]]:
-        """Storages, each once: those that go to the host, and those that are dropped."""
+        """The storages to move to the host, and the storages to drop, without duplicates."""
         weights = {p.untyped_storage().data_ptr() for m in self.models for p in m.inner.parameters()}
         dropped = {
             storage.data_ptr(): storage

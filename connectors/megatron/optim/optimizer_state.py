@@ -32,7 +32,7 @@ def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: boo
 
 
 def bytes_of_optimizer(optimizer: Any) -> int:
-    """Of main parameters and moments, what this rank saves."""
+    """Bytes of main parameters and moments that this rank saves."""
     return sum(
         bytes_saved(part) if isinstance(part, DistributedOptimizer) else _bytes_if_first(part)
         for part in parts_of(optimizer)
@@ -40,7 +40,7 @@ def bytes_of_optimizer(optimizer: Any) -> int:
 
 
 def _bytes_if_first(part: Any) -> int:
-    """Where every data parallel rank has the whole state: all of it on the first. In fp32 main parameters are the model's."""
+    """The same if every data parallel rank has the whole state: the first rank saves it. In fp32 the model has the main parameters."""
     if mpu.get_data_parallel_rank(with_context_parallel=True):
         return 0
     keys = len(KEYS) - isinstance(part, FP32Optimizer)
@@ -49,9 +49,9 @@ def _bytes_if_first(part: Any) -> int:
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load moments, main parameters and step counts, and add what megatron leaves out without Transformer Engine.
+    """Load moments, main parameters and step counts, and add the parts that megatron omits without Transformer Engine.
 
-    The numbers of the parameter groups (rates, betas, ...) stay the configuration's: a state dict holds the run's that saved it.
+    The numbers of the parameter groups (rates, betas, ...) stay the configuration's, not the saving run's from the state dict.
     """
     parts = parts_of(optimizer)
     configured = [_group_numbers(part) for part in parts]
@@ -72,7 +72,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _group_numbers(part: Any) -> list[dict[str, Any]]:
-    """Each parameter group without its parameters."""
+    """The parameter groups without their parameters."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in part.optimizer.param_groups
@@ -84,7 +84,7 @@ def _distributed(parts: list[Any]) -> list[Any]:
 
 
 def _fill_state(adam: torch.optim.Optimizer) -> None:
-    """Give Adam the state that its first step makes, without a step, which would decay weights."""
+    """Give Adam the state that its first step would create. A real step would decay weights."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             state = adam.state[parameter]
@@ -96,7 +96,7 @@ def _fill_state(adam: torch.optim.Optimizer) -> None:
 
 
 def _unshare_steps(adam: torch.optim.Optimizer) -> None:
-    """Give each parameter its own step tensor. Loading leaves one for all, which each parameter would then increment."""
+    """Give each parameter a separate step tensor. After loading all share one, and each parameter would increment it."""
     for state in adam.state.values():
         if "step" in state:
             state["step"] = state["step"].clone()

@@ -1,11 +1,11 @@
-"""Main parameters and moments of a distributed optimizer as they are saved and loaded: parameter by parameter, in its shape.
+"""Saves and loads main parameters and moments of a distributed optimizer parameter by parameter, each in its shape.
 
-A distributed optimizer cuts a bucket of parameters into one range a data parallel rank, so a parameter may lie on several
-ranks. One of these is its owner and saves it: the one that has least to save so far, so that all ranks save about as much.
-What a rank holds whole is saved from where it lies; the pieces of the others are sent to their owner. megatron-core's own way
-gathers all of it in each rank's host memory.
+A distributed optimizer cuts a bucket of parameters into one range per data parallel rank, so a parameter may be on several
+ranks. One of them owns and saves it: the rank with the least to save so far, so that all ranks save about as much. A parameter
+that is whole on its owner is saved in place; for others, pieces are sent to the owner. megatron-core instead gathers all of
+the state in each rank's host memory.
 
-Owns which rank saves what. Knows nothing of files.
+Owns which rank saves which parameter. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.end - self.start
 
 
 def pieces_of(start: int, end: int, bucket_start: int, share: int) -> list[Piece]:
-    """Where a parameter lies, in the order of ranks.
+    """The pieces of a parameter, in the order of ranks.
 
-    start, end: its elements in the buffer. bucket_start: where its bucket begins there. share: elements of the bucket on
-    each rank.
+    start, end: its elements in the buffer. bucket_start: its bucket's first element. share: elements of the bucket on each
+    rank.
     """
     pieces = []
     for rank in range((start - bucket_start) // share, (end - 1 - bucket_start) // share + 1):
@@ -53,11 +53,12 @@ def pieces_of(start: int, end: int, bucket_start: int, share: int) -> list[Piece
 
 
 def owners_of(placed: Sequence[list[Piece]]) -> list[int]:
-    """The rank that saves each parameter, by the pieces of all of them; every rank finds the same.
+    """The rank that saves each parameter, computed from the pieces of all parameters, equally on every rank.
 
-    A parameter on one rank is that rank's. The others follow from the largest to the smallest: each goes to the rank that
-    holds a piece of it and has the fewest elements so far. By who holds most of it, a bucket with one large parameter, which
-    is cut into equal pieces, would always be the first rank's: with 4 billion parameters over four ranks half of all.
+    A parameter on a single rank belongs to that rank. The others are assigned from the largest to the smallest. Each goes to the
+    rank with a piece of it that has the fewest elements so far. The largest piece would be a bad criterion: a bucket
+    with one large parameter is cut into equal pieces, so the first rank would always get it, half of 4 billion parameters over
+    four ranks.
     """
     elements = [pieces[-1].end for pieces in placed]
     owned: Counter[int] = Counter()
@@ -70,7 +71,7 @@ def owners_of(placed: Sequence[list[Piece]]) -> list[int]:
 
 
 def bytes_saved(optimizer: Any) -> int:
-    """Of main parameters and moments, what this rank owns."""
+    """Bytes of main parameters and moments that this rank owns."""
     own = dist.get_rank(optimizer.data_parallel_group)
     placed = list(_placed(optimizer))
     owners = owners_of([pieces for _, pieces in placed])
@@ -83,9 +84,9 @@ def bytes_saved(optimizer: Any) -> int:
 def sharded_parameter_state(
     optimizer: Any, model_state: dict[str, Any], *, loading: bool
 ) -> dict[int, dict[str, Any]]:
-    """Sharded tensors of each parameter by its number, for saving or to load into.
+    """Sharded tensors of parameters by number, to save or to load into.
 
-    For saving: of the parameters that this rank owns. For loading: of all that it holds a piece of, each whole. All data
+    For saving: the parameters that this rank owns. For loading: all parameters of which it holds a piece, each whole. All data
     parallel ranks must call it at the same time.
     """
     group = optimizer.data_parallel_group
@@ -105,13 +106,13 @@ def sharded_parameter_state(
             tensors = _joined(optimizer, parameter, pieces, owner, own, group)
             if owner != own:
                 continue
-        copy = 0 if owner == own else own + 1  # 0: the one that is saved
+        copy = 0 if owner == own else own + 1  # copy 0 is saved
         state[number] = _described(described[parameter], tensors, optimizer, copy)
     return state
 
 
 def _placed(optimizer: Any) -> Iterator[tuple[Any, list[Piece]]]:
-    """Every parameter of the optimizer, in the order of its buffers, and where it lies."""
+    """All parameters of the optimizer, in the order of its buffers, with their pieces."""
     ranks = dist.get_world_size(optimizer.data_parallel_group)
     for buffer in optimizer.buffers:
         for parameter, (start, end, bucket_number) in buffer.param_index_map.items():
@@ -122,7 +123,7 @@ def _placed(optimizer: Any) -> Iterator[tuple[Any, list[Piece]]]:
 def _joined(
     optimizer: Any, parameter: Any, pieces: list[Piece], owner: int, own: int, group: Any
 ) -> dict[str, Tensor]:
-    """The owner's tensors of a parameter, flat and whole; another rank sends its piece and gets an empty mapping."""
+    """A parameter's flat, whole tensors on its owner. Another rank sends its piece and gets an empty mapping."""
     held = optimizer._get_main_param_and_optimizer_states(parameter)
     parts = {key: held[key].detach().flatten() for key in KEYS}
     if len(pieces) == 1:
@@ -152,7 +153,7 @@ def _exchange(operations: list[dist.P2POp]) -> None:
 
 
 def _described(entry: Any, tensors: dict[str, Tensor], optimizer: Any, copy: int) -> dict[str, Any]:
-    """The tensors as the parameter's model entry is sharded: over tensor, pipeline and expert parallel ranks."""
+    """The tensors, sharded like the parameter's model entry over tensor, pipeline and expert parallel ranks."""
     *others, _ = entry.replica_id
     state = {}
     for key, tensor in tensors.items():

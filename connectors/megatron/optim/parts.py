@@ -6,5 +6,5 @@ from typing import Any
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """One optimizer a kind of parameters where megatron chains several, else the optimizer itself."""
+    """The chained optimizers, one per kind of parameters, or the optimizer itself if megatron chains none."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))

@@ -1,6 +1,6 @@
-"""The numbers with which one optimizer step is applied, where they are not the configuration's of now.
+"""Applies one optimizer step with recorded numbers (rate, betas, ...) instead of the current configuration's.
 
-A step that is made again uses the numbers that it was made with, whatever the schedule says today.
+A step that is repeated uses the numbers of its first time, even if the schedule has changed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from millrace.connectors.megatron.optim.parts import parts_of
 from millrace.core.replay import StepNumbers
 
-# of a parameter group, as far as its optimizer has them
+# entries of a parameter group that are replaced, if the group has them
 GROUP_NUMBERS = ("lr", "betas", "eps", "weight_decay")
 
 
 @contextlib.contextmanager
 def step_numbers(optimizer: Any, made_with: StepNumbers | None) -> Iterator[None]:
-    """Within, the optimizer steps with these numbers; afterwards with the ones from before."""
+    """A context in which the optimizer steps with these numbers; afterwards the previous ones are restored."""
     if not made_with:
         yield
         return
@@ -42,7 +42,7 @@ def step_numbers(optimizer: Any, made_with: StepNumbers | None) -> Iterator[None
 
 
 def _numbers(group: dict[str, Any], made_with: StepNumbers, scheduled: float) -> dict[str, Any]:
-    """A group's numbers. A group with a rate of its own keeps its proportion to the `scheduled` one."""
+    """A group's numbers. A group with another rate than the `scheduled` one keeps its ratio to it."""
     numbers: dict[str, Any] = {}
     if "lr" in made_with:
         own = group["lr"] != scheduled and scheduled

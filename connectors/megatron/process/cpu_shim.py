@@ -1,6 +1,6 @@
 """Lets megatron-core run on a host without a GPU: its literal "cuda" means the CPU.
 
-Call `install` once a process and enter `on_cpu` around each thread's calls of megatron.
+Call `install` once per process, and enter `on_cpu` around each thread's calls to megatron.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CUDA_TYPES = {
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Turns device="cuda" into cpu, drops pinned memory, and answers the type checks of megatron's optimizers."""
+    """Turns device="cuda" into cpu, ignores pinned memory, and satisfies the type checks of megatron's optimizers."""
 
     def __torch_function__(
         self,
@@ -53,7 +53,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def install() -> None:
-    """Patch the calls that no function mode sees. Asserts that there is no GPU."""
+    """Patch the calls that a function mode does not see. Asserts that there is no GPU."""
     assert not torch.cuda.is_available(), "the CPU shim is for hosts without a GPU"
     patches.answer_cuda_calls_on_cpu(CPU)
     patches.use_cpu_rng()
@@ -62,11 +62,11 @@ def install() -> None:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within, this thread's "cuda" is the CPU."""
+    """A context in which this thread's "cuda" is the CPU."""
     with _CudaMeansCpu():
         yield
 
 
 def suspended() -> Any:
-    """Within, the substitution is off. For code that names no device: the substitution costs time on every torch call."""
+    """A context without the substitution, for code that names no device: the substitution slows every torch call."""
     return torch._C.DisableTorchFunction()

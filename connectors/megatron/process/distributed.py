@@ -22,16 +22,16 @@ from millrace.core.errors import ConfigError
 
 VERSIONED = ("torch", "megatron-core", "millrace")
 JOIN_TIMEOUT = timedelta(minutes=30)
-LATER = 2.0  # than the driver: it ends ranks in which nothing moves, before a collective gives up by itself
+LATER = 2.0  # collectives time out this much later than the driver ends ranks without progress
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def join(
     config: RunConfig, rank: int, world_size: int, master: tuple[str, int], meeting: socket.socket | None
 ) -> torch.device:
-    """Start this rank's process group and parallel state; returns its device. Called once a process.
+    """Start this rank's process group and parallel state; returns its device. Call it once per process.
 
-    master: address and port where the ranks meet. meeting: rank 0's socket, which listens there.
+    master: address and port at which the ranks meet. meeting: rank 0's socket, which listens there.
     """
     cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
@@ -39,9 +39,9 @@ def join(
             "this host has no GPU", where="trainer.device = cuda", remedy="set trainer.device=cpu or auto"
         )
     if cuda:
-        device = torch.device("cuda", 0)  # the rank sees one GPU, its own
+        device = torch.device("cuda", 0)  # the rank sees only its GPU
         torch.cuda.set_device(device)
-        # All ranks of one group need the same value. SGLang's processes, which join a group for weights, set 0.
+        # All ranks of a group need the same value, and SGLang's processes, which join a group for weights, set 0.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     else:
         device = torch.device("cpu")
@@ -75,10 +75,10 @@ def join(
 
 
 def _use_deterministic_kernels(device: torch.device) -> None:
-    """Have PyTorch use deterministic kernels, and warn where it has none.
+    """Make PyTorch use deterministic kernels, and warn if an operation has none.
 
-    cuBLAS reads a variable for this at its first product, and PyTorch parses that variable again at every later one, which
-    takes longer than launching the product. So the variable is set for the first product only, unless the user set it.
+    cuBLAS reads a variable for this at its first product, but PyTorch parses the variable at every later product too, which
+    takes longer than launching the product. So it is set only for the first product, unless the user set it.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     patches.leave_new_memory_unfilled()
@@ -92,8 +92,8 @@ def _use_deterministic_kernels(device: torch.device) -> None:
 def cpu_threads(configured: int | None, world_size: int, *, gpu: bool) -> int:
     """Threads for a rank's work on the CPU: as configured, or its share of the cores.
 
-    One beside a GPU: the CPU work there is small, and spinning worker threads take cores from the threads that launch
-    kernels. With a team of threads, making packs took 35 ms instead of 1 on a busy host.
+    One thread beside a GPU: its CPU work is small, and spinning worker threads take cores from the threads that launch kernels.
+    With several threads, making packs took 35 ms instead of 1 on a busy host.
     """
     return configured or (1 if gpu else max(1, (os.cpu_count() or 1) // world_size))
 
@@ -106,17 +106,17 @@ def leave() -> None:
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context that each thread enters around calls of megatron."""
+    """The context that each thread enters around calls to megatron."""
     return cpu_shim.on_cpu() if device.type == "cpu" else contextlib.nullcontext()
 
 
 def model_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A cheaper context for calls of the model and the loss, which name no device."""
+    """A cheaper context for calls to the model and the loss, which name no device."""
     return cpu_shim.suspended() if device.type == "cpu" else contextlib.nullcontext()
 
 
 def numerics(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """On what the last bits of a step depend besides its input: host, device, layout, sizes of the pieces and versions."""
+    """What the last bits of a step depend on besides its input: host, device, layout, sizes of pieces and versions."""
     t = config.trainer
     return {
         "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
@@ -134,7 +134,7 @@ def numerics(config: RunConfig, device: torch.device) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """Installed version; None of a checkout that runs without being installed."""
+    """Installed version; None if a checkout runs without being installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""Errors for a rank that runs out of GPU or host memory: which fields change that, with their current values.
+"""Errors for a rank that runs out of GPU or host memory: they name the fields that help, with their current values.
 
-Owns the words, and how libraries word such a failure. Knows nothing of ranks. Frees nothing: the failed call's tensors are
-freed with its frames.
+Owns the messages, and the texts by which libraries report such a failure. Knows nothing of ranks. Frees no memory: the failed
+call's tensors are freed with its frames.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESTART = "Then start the run again: it resumes from the newest checkpoint and k
 
 
 def ran_out(error: RuntimeError) -> bool:
-    """Whether an error means that memory ran out. Libraries below PyTorch raise plain RuntimeErrors: only the text differs."""
+    """Whether an error means that memory ran out. Decided by the text, since libraries below PyTorch raise plain RuntimeErrors."""
     return any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
 
 
@@ -52,14 +52,15 @@ def out_of_host_memory(size: int, reason: str) -> TrainerMemoryError:
     return TrainerMemoryError(
         f"the host has no memory to pin {size / 2**20:.0f} MiB for the optimizer's state: {_summary(reason)}",
         remedy="give the node more memory (12 bytes per parameter trained on it), or set placement.offload_trainer=false (now "
-        f"true) where the GPUs have room for trainer and engines at once. {RESTART}",
+        f"true) if the GPUs have room for trainer and engines at once. {RESTART}",
     )
 
 
 def check_host_memory(size: int, config: RunConfig) -> None:
-    """Raise TrainerMemoryError if this host lacks memory for what its ranks keep of `size` bytes each.
+    """Raise TrainerMemoryError if this host lacks memory for its ranks' copies, `size` bytes each.
 
-    That is a checkpoint that is being written, and where the trainer leaves its GPUs to engines about as much again.
+    Each rank keeps a copy of the checkpoint that is being written. If the trainer leaves its GPUs to engines, it needs about as
+    much again.
     """
     ranks = min(config.trainer.world_size, max(1, torch.cuda.device_count()))
     needed, free = ranks * size * (2 if config.trainer_offloads else 1), psutil.virtual_memory().available
@@ -73,6 +74,6 @@ def check_host_memory(size: int, config: RunConfig) -> None:
 
 
 def _summary(reason: str) -> str:
-    """The first sentences of PyTorch's message: how much was requested and how much was left."""
+    """The first sentences of PyTorch's message, with the requested and the free memory."""
     sentences = reason.replace("\n", " ").split(". ")
     return ". ".join(part.strip().rstrip(".") for part in sentences[:3] if part.strip())

@@ -1,7 +1,7 @@
 """Weights as a stream of flat buckets under Hugging Face names. Every rank gets every bucket.
 
 Owns the cut of the stream, the broadcast of tensors that only some ranks hold (a pipeline stage, experts), and one reused
-buffer: the extra memory is one bucket, whatever the model. Knows nothing of the receivers.
+buffer: the extra memory is one bucket for any model. Knows nothing of the receivers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Section:
 
     owner: int
     gatherers: tuple[int, ...]
-    experts: bool | None  # only experts' tensors, or only the others; None: both
-    broadcast: bool  # whether the owner sends them to all ranks, since some do not gather them
+    experts: bool | None  # only experts' tensors, or only other tensors; None: both
+    broadcast: bool  # whether the owner sends them to all ranks, since some ranks do not gather them
 
 
 class BucketStream:
-    """One pass over the weights. All ranks step through it together; a bucket is valid until the next one is taken.
+    """One pass over the weights. All ranks step through it together; a bucket is valid until the next one.
 
-    `size`: bytes of a bucket; a larger tensor gets a larger bucket to itself. `share`: make a handle with which other
-    processes on this GPU open the bucket.
+    `size`: bytes of a bucket; a larger tensor gets a separate, larger bucket. `share`: make a handle with which other
+    processes on this GPU can open the bucket.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BucketStream:
                 yield WeightBucket(entries, end, not more and section is sections[-1], handle)
 
     def _buckets(self, section: Section) -> Iterator[tuple[list[TensorEntry], bool]]:
-        """Fill the buffer with one bucket of a section after the other: its entries, and whether more buckets follow."""
+        """Fill the buffer with each bucket of a section in turn; yields its entries, and whether more buckets follow."""
         tensors: Iterator[tuple[str, Tensor]] = iter(())
         if dist.get_rank() in section.gatherers:
             tensors = hf_tensors(self._model, self._hf, section.experts)
@@ -83,7 +83,7 @@ class BucketStream:
     def _fill(
         self, pending: tuple[str, Tensor] | None, tensors: Iterator[tuple[str, Tensor]]
     ) -> tuple[list[TensorEntry], tuple[str, Tensor] | None]:
-        """Put as many tensors as fit, at least one, into the buffer; returns their entries and the first that did not fit."""
+        """Put as many tensors as fit, at least one, into the buffer; returns their entries and the first tensor that did not fit."""
         entries: list[TensorEntry] = []
         start = 0
         while pending is not None:
@@ -105,7 +105,7 @@ class BucketStream:
 
 
 def _sections(model: PolicyModel, hf: dict[str, Any]) -> list[Section]:
-    """Who writes what, so that every tensor comes once. All ranks must call it."""
+    """The sections of all ranks, in which every tensor occurs once. All ranks must call it."""
     gatherers = tuple(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
     if mpu.get_pipeline_model_parallel_world_size() == mpu.get_expert_model_parallel_world_size() == 1:
         return [Section(dist.get_rank(), gatherers, None, broadcast=False)]

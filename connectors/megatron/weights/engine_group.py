@@ -1,7 +1,7 @@
 """The process group through which rank 0 broadcasts weights to engines: NCCL on GPUs, gloo on CPUs.
 
-Built from torch's store and backend classes, with the key prefixes of a group that SGLang joins by name. So it is separate
-from the trainer's own groups and can be closed alone. Rank 0 listens on the one address that it chose.
+Built from torch's store and backend classes, with the key prefixes of a group that SGLang joins by name. So it is separate from
+the trainer's groups and can be closed alone. Rank 0 listens on a single address.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from millrace.core.contracts.handles import BroadcastGroup
 from millrace.core.errors import TrainerError
 
 JOIN_TIMEOUT = timedelta(seconds=120)
-# NCCL's watchdog ends the process after this; `send` gives up long before.
+# NCCL's watchdog ends the process after this time; `send` gives up long before.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 POLL_S = 0.0005
 
 
 class EngineGroup:
-    """Rank 0 of a group whose other ranks are the GPUs of the engines at the URLs `members`."""
+    """Rank 0 of a group. The other ranks are the GPUs of the engines at the URLs `members`."""
 
     def __init__(self, name: str, members: list[str], *, loopback: bool, gpu: bool) -> None:
         self.name = name
@@ -50,11 +50,11 @@ class EngineGroup:
 
     @property
     def description(self) -> BroadcastGroup:
-        """What engines need to join."""
+        """The data that engines need to join."""
         return BroadcastGroup(self.name, self.members, self.host, self.port, "nccl" if self._gpu else "gloo")
 
     def enter(self, size: int) -> None:
-        """Join; on CPUs this returns when all members have joined."""
+        """Join the group. On CPUs this returns when all members have joined."""
         prefix = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store))
         options: Any
         if self._gpu:
@@ -69,7 +69,7 @@ class EngineGroup:
             self._group = gloo(dist.PrefixStore("cpu/", prefix), 0, size, options)
 
     def send(self, flat: Tensor, timeout_s: float) -> None:
-        """Broadcast bytes. Raises TrainerError if an engine is lost or the timeout passes; the group cannot be used then."""
+        """Broadcast bytes. Raises TrainerError if an engine is lost or the timeout passes; then the group is unusable."""
         options = BroadcastOptions()
         options.rootRank = 0
         if not self._gpu:
@@ -86,7 +86,7 @@ class EngineGroup:
             work.wait()
         except RuntimeError as error:
             if ran_out(error):
-                raise  # this rank's memory, not an engine
+                raise  # this rank's memory ran out; no engine is lost
             raise TrainerError(
                 f"broadcast of {flat.numel()} bytes to engines failed: {str(error)[:300]}"
             ) from error

@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders: read into this rank's shards, and written from them.
 
-Owns that shards are read lazily, and that a reader never sees a half-written export. Which tensors a folder must hold is
-`model_folder`'s to say.
+Owns that shards are read lazily, and that a reader never sees a half-written export. `model_folder` decides which tensors a
+folder must hold.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from millrace.core.plain_text import json_text
 class Checkpoint:
     """The tensors of a Hugging Face folder, read one at a time.
 
-    Raises ConfigError where they are not those of the model, or not all of them. `field`: the setting that named the folder.
+    Raises ConfigError if they do not fit the model, or some are missing. `field`: the setting that named the folder.
     """
 
     def __init__(self, folder: str, arch: Architecture, field: str = "model.path") -> None:
@@ -72,10 +72,10 @@ def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "m
 def export_hf(
     model: PolicyModel, hf: dict[str, Any], source: str, directory: str, served: Served = ALONE
 ) -> dict[str, Any]:
-    """Write a Hugging Face folder: safetensors of every stage, index, config and tokenizer. Renamed into place at the end.
+    """Write a Hugging Face folder: safetensors of every stage, index, config and tokenizer. It is renamed into place at the end.
 
-    served: how the run asked its engines.
-    All ranks must call it, and all that write must see the same directory. Returns the bytes written by this rank.
+    served: the run's settings for engines.
+    All ranks must call it, and all writing ranks must see the same directory. Returns the bytes written by this rank.
     """
     target = Path(directory)
     aside = target.with_name(f".aside-{target.name}")
@@ -95,7 +95,7 @@ def export_hf(
 def upload_hf(
     model: PolicyModel, hf: dict[str, Any], source: str, url: str, served: Served = ALONE
 ) -> dict[str, Any]:
-    """Write the same to a folder of any storage: every rank uploads its files, each whole, from its node's disk.
+    """Write the same to a folder in any storage: every rank uploads its files, each whole or not at all, from its node's disk.
 
     All ranks must call it; the folder is complete when all have returned. Returns the bytes written by this rank, and the
     entries of its files, relative to the folder.
@@ -113,7 +113,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs.
 
-    Tensors keep the type of the trainer's parameters, which is what buckets bring to engines too; config.json names it.
+    Tensors have the type of the trainer's parameters, like the buckets for engines; config.json names it.
     """
     dtype = model.config.params_dtype
     tensors = {
@@ -134,9 +134,9 @@ def _write(
 
 
 def _finish(folder: Path, files_of_ranks: list[Any]) -> None:
-    """Rank 0's part: rename the only file, or write the index of them all.
+    """Rank 0's part: rename the file if there is just one, otherwise write the index of all files.
 
-    An only file is rank 0's own, since that rank holds the embedding.
+    A single file was written by rank 0, since that rank holds the embedding.
     """
     file_of_tensor = {name: file for file, sizes in files_of_ranks for name in sizes}
     total = sum(size for _, sizes in files_of_ranks for size in sizes.values())
@@ -149,7 +149,7 @@ def _finish(folder: Path, files_of_ranks: list[Any]) -> None:
 
 
 def _name_dtype(path: Path, dtype: str) -> None:
-    """Write the weights' type into a config.json, under the names that it has there; as transformers 5 names it if it has none."""
+    """Write the weights' type into a config.json, under the keys that it already uses; otherwise under transformers 5's key."""
     config = json.loads(path.read_text(encoding="utf-8"))
     for name in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
         config[name] = dtype

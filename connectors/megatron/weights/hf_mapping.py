@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors each megatron parameter is made of: one declarative table for the supported families.
+"""Maps megatron parameters to Hugging Face tensors: one declarative table for the supported families.
 
 Used in both directions. Owns names, and how tensors are fused and split over tensor parallel ranks. Knows nothing of files
 or process groups.
@@ -122,7 +122,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Mapping:
-    """Which Hugging Face tensors one parameter of this rank is a shard of."""
+    """The Hugging Face tensors of which one parameter of this rank is a shard."""
 
     rule: Rule
     names: tuple[str, ...]
@@ -144,7 +144,7 @@ class Mapping:
         return whole.chunk(size, split)[rank]
 
     def whole(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order. From one shard: views where possible."""
+        """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order. With one shard, views if possible."""
         split = self.rule.split
         if split is None or len(shards) == 1:
             full = shards[0]
@@ -164,7 +164,7 @@ class Mapping:
 
 
 def lookup(name: str, *, layer_offset: int, expert_offset: int, tied: bool) -> Mapping:
-    """The rule of a megatron parameter; numbers in the name count from the rank's first layer and expert."""
+    """The mapping of a megatron parameter. Numbers in the name count from the rank's first layer and expert."""
     for rule in RULES:
         match = re.fullmatch(rule.pattern, name)
         if not match:

@@ -1,6 +1,6 @@
 """This rank's parameters as Hugging Face tensors, gathered over tensor parallel ranks one at a time.
 
-Owns which rank writes which tensor. Knows nothing of files, and of the receivers of the tensors.
+Owns which rank writes which tensor. Knows nothing of files, nor of the tensors' receivers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def mapped_parameters(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[
     tied = hf["tie_word_embeddings"]
     for name, parameter in model.named_parameters():
         if name.startswith("value_head."):
-            continue  # the critic's, which no Hugging Face checkpoint has
+            continue  # the critic's head, which Hugging Face checkpoints do not have
         yield parameter, lookup(name, layer_offset=layer_offset, expert_offset=expert_offset, tied=tied)
 
 
 def hf_names(model: PolicyModel, hf: dict[str, Any], experts: bool | None = None) -> Iterator[str]:
-    """Names of the Hugging Face tensors of this rank's stage, in order. `experts`: only those of experts, or only others."""
+    """Names of the Hugging Face tensors of this rank's stage, in order. `experts`: only experts' tensors, or only others."""
     for _, mapping in _each_tensor_once(model, hf, experts):
         yield from mapping.names
 
@@ -56,14 +56,14 @@ def hf_tensors(
 
 
 def tensor_parallel_place(mapping: Mapping) -> tuple[int, int]:
-    """This rank's number among the tensor parallel ranks of a parameter, and how many there are."""
+    """This rank's number among the tensor parallel ranks of a parameter, and the number of ranks."""
     if mapping.expert:
         return mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
     return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
 
 
 def writes(experts: bool) -> bool:
-    """Whether this rank is the one of its replicas that writes experts' tensors, or the others."""
+    """Whether this rank, among its replicas, writes experts' tensors (`experts`) or other tensors."""
     if experts:
         return bool(mpu.get_expert_data_parallel_rank() == 0 and mpu.get_expert_tensor_parallel_rank() == 0)
     return bool(
@@ -75,7 +75,7 @@ def writes(experts: bool) -> bool:
 def _each_tensor_once(
     model: PolicyModel, hf: dict[str, Any], experts: bool | None
 ) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
-    """This rank's parameters, each Hugging Face tensor once."""
+    """This rank's parameters, such that each Hugging Face tensor occurs once."""
     seen: set[str] = set()
     for parameter, mapping in mapped_parameters(model, hf):
         if mapping.names[0] in seen or _is_embedding_copy(model, parameter):
