@@ -35,7 +35,10 @@ TRAINER = (
     "functions of slime's trainer are not taken",
     "write algorithm.loss or algorithm.advantage: docs/extending.md",
 )
-DATA_SOURCE = ("data sources of slime's are not taken", "write data.sources[].rows: docs/curriculum.md")
+DATA_SOURCE = (
+    "data sources of slime's are not taken",
+    "write data.sources[].rows: docs/data.md#rows-that-a-function-makes",
+)
 AGENTS = (
     "adapters of agents are not here",
     "ask session.base_url, which speaks OpenAI's chat completions, in a function of millrace's form: docs/own-client.md",

@@ -13,9 +13,11 @@ from pydantic import BaseModel
 
 from millrace.core.config import RunConfig
 from millrace.flows.cli import app
+from tests.support.doc_commands import anchor_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("README.md"))
 SKIMMED = [
     "README.md",
     *(
@@ -27,7 +29,7 @@ LONGEST_SENTENCE = 30
 FOLDERS = "benchmarks|connectors|core|deployments|docs|examples|flows|src|tasks|tests"
 
 
-@pytest.mark.parametrize("page", [*PAGES, "benchmarks/LOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, "benchmarks/LOG.md"])
 def test_every_link_leads_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", _text(page)):
         if "://" in target:
@@ -37,6 +39,21 @@ def test_every_link_leads_somewhere(page: str) -> None:
         assert path.exists(), target
         if anchor:
             assert anchor in _anchors(path.read_text(encoding="utf-8")), target
+
+
+def test_every_page_that_the_code_names_is_there() -> None:
+    """In messages and docstrings: the page, and the heading behind a #."""
+    sources = [path for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.py")]
+    named = {
+        found
+        for path in [*sources, *ROOT.glob("*.*"), ROOT / "Makefile"]
+        if path.suffix in (".py", ".toml", ".yaml", "") and path.is_file()
+        for found in re.findall(r"\bdocs/([\w-]+)\.md(?:#([\w-]+))?", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 8
+    for name, anchor in sorted(named):
+        assert (ROOT / "docs" / f"{name}.md").exists(), name
+        assert not anchor or anchor in _anchors(_text(f"docs/{name}.md")), (name, anchor)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -58,7 +75,7 @@ def test_every_line_of_a_tree_exists(page: str, least: int, most: int) -> None:
 
 
 def test_the_tree_answers_where_each_part_is() -> None:
-    table = _text("docs/architecture.md").split("## Where is ...?")[1].split("\n## ")[0]
+    table = _text("docs/architecture.md").split("## Where is what")[1].split("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     answers = [path for row in rows for path in re.findall(r"`([^`]+)`", row.split("|")[2])]
     assert len(rows) == 32
@@ -137,8 +154,10 @@ def _code(text: str) -> list[str]:
 
 
 def _anchors(text: str) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-").rstrip("-") for heading in headings}
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    anchors = [anchor_of(heading) for heading in headings]
+    assert len(anchors) == len(set(anchors)), "two headings have one anchor"
+    return set(anchors)
 
 
 def _tree_paths(text: str) -> Iterator[str]:

@@ -22,10 +22,11 @@ from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check import checked as checked_whole
 from millrace.flows.preflight.plan_seen import prompt
 from millrace.flows.tools.sql import answer
-from tests.support.doc_commands import blocks
+from tests.support.doc_commands import blocks, section
 from tests.support.stored_run import write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
+PUBLIC = "data#if-you-have-a-public-format"
 
 
 @pytest.fixture
@@ -65,10 +66,10 @@ def test_the_files_of_the_page_on_data_are_read_whole(project: Path) -> None:
 
 def test_the_dialogue_of_the_page_on_supervised_training_is_trained_as_it_says(project: Path) -> None:
     build_tiny_model(project / "tools", tools=True)
-    (row,) = blocks("sft", "json")
+    (row,) = blocks("models#supervised-training", "json")
     for name in ("dialogues", "held_out"):
         (project / f"{name}.jsonl").write_text(row)
-    for name, text in zip(("sft", "dialogues"), blocks("sft", "yaml"), strict=False):
+    for name, text in zip(("sft", "dialogues"), blocks("models#supervised-training", "yaml"), strict=False):
         (project / f"{name}.yaml").write_text(text)
     config = load_config(
         str(project / "dialogues.yaml"), [f"model.path={project / 'tools'}", "data.max_prompt_tokens=1024"]
@@ -118,7 +119,7 @@ RIGHT = {  # an answer for which the reward of the page gives 1
 
 
 def test_the_page_has_these_formats() -> None:
-    assert [re.findall(r"name: (\w+)", block) for block in blocks("data", "yaml")[1:]] == [
+    assert [re.findall(r"name: (\w+)", block) for block in blocks(PUBLIC, "yaml")] == [
         [name] for name in FORMATS
     ]
 
@@ -129,7 +130,7 @@ def test_rows_of_public_formats_are_read_checked_and_scored_with_settings_alone(
     project: Path, name: str, stored: str
 ) -> None:
     number = list(FORMATS).index(name)
-    row, source = blocks("data", "json")[number + 1], blocks("data", "yaml")[number + 1]
+    row, source = blocks(PUBLIC, "json")[number], blocks(PUBLIC, "yaml")[number]
     path = re.findall(r"path: (\S+)", source)[0]
     source = source.replace(path, f"{name}.{stored}")
     if stored == "parquet":
@@ -189,9 +190,9 @@ PROBLEM = {
 }
 
 
-@pytest.mark.parametrize("number", range(1, len(blocks("rewards", "yaml"))))
+@pytest.mark.parametrize("fragment", blocks("rewards#if-you-need-more", "yaml"))
 def test_each_configuration_of_the_page_on_rewards_is_right(
-    project: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    project: Path, monkeypatch: pytest.MonkeyPatch, fragment: str
 ) -> None:
     """Those that ask a server, which is not there, are refused for that alone."""
     for key in ("SCORER_KEY", "JUDGE_KEY"):
@@ -200,9 +201,9 @@ def test_each_configuration_of_the_page_on_rewards_is_right(
     modules_of(project, "rewards")
     (project / "train.jsonl").write_text(blocks("data", "jsonl")[0])
     (project / "problems.jsonl").write_text(json.dumps(PROBLEM) + "\n")
-    whole, *fragments = blocks("rewards", "yaml")
+    whole, *_ = blocks("rewards", "yaml")
     (project / "run.yaml").write_text(whole.partition("reward:")[0])
-    (project / "more.yaml").write_text(f"base: run.yaml\n{fragments[number - 1]}")
+    (project / "more.yaml").write_text(f"base: run.yaml\n{fragment}")
     few = ["model.path=../model", "rollout.prompts=2", "rollout.samples_per_prompt=2"]
     config = load_config(str(project / "more.yaml"), few)
     found = check(config)
@@ -214,16 +215,16 @@ def test_each_configuration_of_the_page_on_rewards_is_right(
         assert found == []
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_the_files_of_the_page_on_curricula_are_right(
-    project: Path, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("part", ["rows-that-a-function-makes", "what-is-drawn-when"])
+def test_the_files_of_rows_by_code_and_of_a_curriculum_are_right(
+    project: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """Its second configuration needs the package reasoning-gym; tests/connectors/environments has it."""
+    """The other configuration of the first part needs the package reasoning-gym; tests/connectors/environments has it."""
     monkeypatch.syspath_prepend("")
-    (project / "growing.py").write_text(blocks("curriculum", "python")[0])
+    (project / "growing.py").write_text(blocks("data#rows-that-a-function-makes", "python")[0])
     (project / "train.jsonl").write_text(blocks("data", "jsonl")[0])
     (project / "run.yaml").write_text(blocks("data", "yaml")[0].partition("data:")[0])
-    (project / "more.yaml").write_text(f"base: run.yaml\n{blocks('curriculum', 'yaml')[number]}")
+    (project / "more.yaml").write_text(f"base: run.yaml\n{blocks(f'data#{part}', 'yaml')[0]}")
     few = ["model.path=../model", "rollout.prompts=2", "rollout.samples_per_prompt=2"]
     config = load_config(str(project / "more.yaml"), few)
     assert check(config) == []
@@ -231,8 +232,7 @@ def test_the_files_of_the_page_on_curricula_are_right(
 
 
 def test_the_page_on_rewards_lists_those_that_ship() -> None:
-    text = (DOCS / "rewards.md").read_text(encoding="utf-8")
-    table = text.partition("## Rewards that ship")[2].partition("## If")[0]
+    table = section((DOCS / "rewards.md").read_text(encoding="utf-8"), "rewards-that-ship")
     named = re.findall(r"`([\w.]+:\w+)`", table)
     assert len(named) >= 12
     for name in named:

@@ -152,8 +152,8 @@ def test_what_a_run_did_is_listed_asked_verified_and_replayed(reader: Reader) ->
 
 
 def test_supervised_training_and_rl_from_its_export(reader: Reader) -> None:
-    reader.writes("sft", "yaml", "sft.yaml")
-    reader.writes("sft", "yaml", "rl.yaml", 2)
+    reader.writes("models#supervised-training", "yaml", "sft.yaml")
+    reader.writes("models#supervised-training", "yaml", "rl.yaml", 2)
     sizes = (
         *SMALL,
         "data.max_prompt_tokens=64",
@@ -162,23 +162,23 @@ def test_supervised_training_and_rl_from_its_export(reader: Reader) -> None:
         "trainer.global_batch=16",
         "trainer.schedule.warmup_steps=0",
     )
-    reader.types("sft", "millrace check sft.yaml", *sizes)
-    assert "2 iterations complete" in reader.types("sft", "millrace train sft.yaml", *sizes)
-    (query,) = [line for line in blocks("sft", "sh")[0].splitlines() if line.startswith("millrace sql")]
-    losses = json.loads(reader.types("sft", query, "--json"))
+    reader.types("models#supervised-training", "millrace check sft.yaml", *sizes)
+    assert "2 iterations complete" in reader.types("models#supervised-training", "millrace train sft.yaml", *sizes)
+    (query,) = [line for line in blocks("models#supervised-training", "sh")[0].splitlines() if line.startswith("millrace sql")]
+    losses = json.loads(reader.types("models#supervised-training", query, "--json"))
     assert len(losses) == 4
     assert losses[-1]["loss"] < losses[0]["loss"]
     text = (reader.folder / "rl.yaml").read_text()
     assert "runs/warm/exports/000020" in text
     (reader.folder / "rl.yaml").write_text(text.replace("000020", "000002"))
     rl = (*without(TINY, "model.path"), "run.name=after")
-    assert "2 iterations complete" in reader.types("sft", "millrace train rl.yaml", *rl)
+    assert "2 iterations complete" in reader.types("models#supervised-training", "millrace train rl.yaml", *rl)
 
 
 def test_an_export_generates_in_transformers(reader: Reader) -> None:
     exports = reader.folder / "runs" / "mine" / "exports"
     newest = sorted(path.name for path in exports.iterdir())[-1]
-    code = blocks("using-an-export", "python")[0].replace("000200", newest)
+    code = blocks("models#use-an-export-elsewhere", "python")[0].replace("000200", newest)
     (reader.folder / "generate.py").write_text(code)
     assert reader.calls("python", "generate.py").strip()
 

@@ -14,9 +14,28 @@ PATIENCE_S = 300
 
 
 def blocks(page: str, kind: str) -> list[str]:
-    """The fenced blocks of a kind in a page of docs/, in order."""
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+    """The fenced blocks of a kind in a page of docs/, or in `PAGE#ANCHOR`, in order."""
+    name, _, anchor = page.partition("#")
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{kind}\n(.*?)```", section(text, anchor) if anchor else text, re.DOTALL)
+
+
+def section(text: str, anchor: str) -> str:
+    """A page's text below the heading of an anchor, down to the next heading of its level or above."""
+    fenced = [match.span() for match in re.finditer(r"```.*?```", text, re.DOTALL)]
+    headings = [
+        match
+        for match in re.finditer(r"^(#+) (.+)$", text, re.MULTILINE)
+        if not any(start < match.start() < end for start, end in fenced)
+    ]
+    (found,) = [match for match in headings if anchor_of(match[2]) == anchor]
+    ends = [match.start() for match in headings if match.start() > found.start() and match[1] in found[1]]
+    return text[found.end() : min(ends, default=len(text))]
+
+
+def anchor_of(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def commands(page: str) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from millrace.core.errors import DataError
 
 FORMS = ("tests", "input_output", "test_list", "test")
-REMEDY = "correct the row, or leave it out; docs/rewards.md has the forms"
+REMEDY = "correct the row, or leave it out; docs/rewards.md#programs-that-tests-judge has the forms"
 
 
 @dataclass(frozen=True)
