@@ -41,7 +41,7 @@ DATA_SOURCE = (
 )
 AGENTS = (
     "adapters of agents are not here",
-    "ask session.base_url, which speaks OpenAI's chat completions, in a function of millrace's form: docs/own-client.md",
+    "ask session.base_url, which speaks OpenAI's chat completions, in a function of millrace's form: docs/generation.md#a-client-that-speaks-openais-chat-completions",
 )
 PICTURES = ("pictures are not trained here", "train on text")
 HUB = "millrace.core.slime.hub"  # imported with the names, since it needs rewards, which need hooks

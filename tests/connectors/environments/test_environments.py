@@ -16,6 +16,7 @@ import pytest
 
 from millrace.core.hooks import RewardInput
 from tests.connectors.environments.conftest import Play
+from tests.support.doc_commands import blocks
 
 HERE = "millrace.connectors.environments"
 
@@ -39,15 +40,12 @@ async def test_a_calculator_by_hand(play: Play) -> None:
 async def test_the_environment_of_the_page_is_played(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = Path(__file__).parents[3] / "docs" / "environments.md"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    (tmp_path / "games_of_the_page.py").write_text(code, encoding="utf-8")
+    (code,) = (block for block in blocks("generation#environments", "python") if "class Guess" in block)
+    (tmp_path / "guess_of_the_page.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    end, shown = await play(
-        "games_of_the_page:Calculator", {"word": "add"}, ["add 1 2 3", "answer 6"], label=6
-    )
+    end, shown = await play("guess_of_the_page:Guess", {"top": 1}, ["7", "0"], label=None)
     assert reward_of(end) == 1.0
-    assert shown == ["", "6"]
+    assert shown == ["Guess a number below 1.", "lower"]
 
 
 async def test_an_option_may_refer_to_a_secret(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
