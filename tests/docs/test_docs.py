@@ -22,7 +22,7 @@ SKIMMED = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("architecture", "cluster", "debugging", "durability", "first-run", "gpus", "glossary")
+        for name in ("architecture", "cluster", "debugging", "durability", "start", "gpus", "glossary")
     ),
 ]
 LONGEST_SENTENCE = 30

@@ -276,7 +276,7 @@ def test_a_terminal_wraps_lines_and_a_pipe_gets_them_whole() -> None:
 
 
 def test_the_page_for_people_who_start_shows_the_plan_as_it_is_printed() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "first-run.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
     (shown,) = [
         block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if block.startswith("run mine")
     ]
