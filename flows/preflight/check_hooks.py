@@ -58,7 +58,10 @@ NOT_OF_SLIME = {  # fields that do not: why, and the way
         "slime's data source gives samples and takes them back; here a source gives rows by number, and the run keeps the place",
         "write rows() that returns a list of rows",
     ),
-    "": ("it takes no function of slime's signature", "give it the parameters of docs/algorithms.md#functions-of-your-own"),
+    "": (
+        "it takes no function of slime's signature",
+        "give it the parameters of docs/algorithms.md#functions-of-your-own",
+    ),
 }
 NAMED = re.compile(r"(?<=^rollout\.session\.)named\..+$")  # in place of rollout.session.function
 

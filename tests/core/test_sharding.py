@@ -97,7 +97,7 @@ def test_every_refusal_has_a_case() -> None:
 
 
 def test_the_page_on_clusters_names_what_is_refused() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text()
     refused = page.partition("is refused by name")[2].partition("\n")[0]
     named = {"algorithm.loss": "supervised training", "pipeline.on_update": "`pipeline.on_update: keep`"}
     assert [field for field in REFUSED if named.get(field, f"`{field}") not in refused] == []

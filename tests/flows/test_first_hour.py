@@ -23,6 +23,7 @@ from tests.support.flow_runs import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("first_hour")]
 SUMS = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10) for b in range(10)]
+SUPERVISED = "models#supervised-training"
 SMALL = (
     "model.path=model",
     "run.iterations=2",
@@ -152,8 +153,8 @@ def test_what_a_run_did_is_listed_asked_verified_and_replayed(reader: Reader) ->
 
 
 def test_supervised_training_and_rl_from_its_export(reader: Reader) -> None:
-    reader.writes("models#supervised-training", "yaml", "sft.yaml")
-    reader.writes("models#supervised-training", "yaml", "rl.yaml", 2)
+    reader.writes(SUPERVISED, "yaml", "sft.yaml")
+    reader.writes(SUPERVISED, "yaml", "rl.yaml", 2)
     sizes = (
         *SMALL,
         "data.max_prompt_tokens=64",
@@ -162,17 +163,17 @@ def test_supervised_training_and_rl_from_its_export(reader: Reader) -> None:
         "trainer.global_batch=16",
         "trainer.schedule.warmup_steps=0",
     )
-    reader.types("models#supervised-training", "millrace check sft.yaml", *sizes)
-    assert "2 iterations complete" in reader.types("models#supervised-training", "millrace train sft.yaml", *sizes)
-    (query,) = [line for line in blocks("models#supervised-training", "sh")[0].splitlines() if line.startswith("millrace sql")]
-    losses = json.loads(reader.types("models#supervised-training", query, "--json"))
+    reader.types(SUPERVISED, "millrace check sft.yaml", *sizes)
+    assert "2 iterations complete" in reader.types(SUPERVISED, "millrace train sft.yaml", *sizes)
+    (query,) = [line for line in blocks(SUPERVISED, "sh")[0].splitlines() if line.startswith("millrace sql")]
+    losses = json.loads(reader.types(SUPERVISED, query, "--json"))
     assert len(losses) == 4
     assert losses[-1]["loss"] < losses[0]["loss"]
     text = (reader.folder / "rl.yaml").read_text()
     assert "runs/warm/exports/000020" in text
     (reader.folder / "rl.yaml").write_text(text.replace("000020", "000002"))
     rl = (*without(TINY, "model.path"), "run.name=after")
-    assert "2 iterations complete" in reader.types("models#supervised-training", "millrace train rl.yaml", *rl)
+    assert "2 iterations complete" in reader.types(SUPERVISED, "millrace train rl.yaml", *rl)
 
 
 def test_an_export_generates_in_transformers(reader: Reader) -> None:

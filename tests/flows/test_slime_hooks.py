@@ -150,7 +150,12 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
 REFUSED: list[tuple[str, str, str, str]] = [  # field, function, why, the way
     (GENERATE, "generate_with_more", "reads args.search_url (hooks", "options: {search_url: ...}"),
     (GENERATE, "generate_for_agents", "imports slime.agent.adapters.AnthropicAdapter", "session.base_url"),
-    (GENERATE, "generate_with_unknown", "slime.utils.brand_new.thing", "docs/algorithms.md#functions-of-your-own"),
+    (
+        GENERATE,
+        "generate_with_unknown",
+        "slime.utils.brand_new.thing",
+        "docs/algorithms.md#functions-of-your-own",
+    ),
     (GENERATE, "generate_alone", "cannot be called with (args, sample, sampling_params)", "these parameters"),
     (GENERATE, "generate_rollout", "functions of a whole rollout are not taken", "rollout.session.function"),
     (
