@@ -1,4 +1,4 @@
-"""The commands of the pages on deployments and MLflow, in a project's folder: deployments, runs, a schedule, pools, the addresses."""
+"""The commands of the pages on Prefect and on curves, in a project's folder: deployments, runs, a schedule, pools, the addresses."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def started(server: Deployed, name: str) -> Any:
     return found
 
 
-def test_the_page_on_deployments(shell: Shell, workplace: Workplace, tmp_path: Path) -> None:
+def test_the_page_on_prefect(shell: Shell, workplace: Workplace, tmp_path: Path) -> None:
     server = Deployed(workplace.api, workplace.login, workplace.environment, tmp_path)
-    lines = [line for block in blocks("deployments", "sh") for line in block.splitlines()]
+    lines = [line for block in blocks("prefect", "sh") for line in block.splitlines()]
     deploy_file, deploy, run_recipe, run_file, schedule, docker, kubernetes = lines
-    (printed,) = blocks("deployments", "text")
+    (printed,) = blocks("prefect", "text")
     for line, names in ((deploy_file, ["train/a"]), (deploy, ["train/grpo"])):
         said = shell.types(line)
         assert [word.split("=")[0] for word in said[-2:]] == [
