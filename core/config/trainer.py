@@ -83,7 +83,7 @@ class Trainer(Section):
     store_logprobs: Annotated[bool, ANY_START] = Field(
         False,
         description="Store the trainer's log-probability of each response token, under the weights from before the iteration and at "
-        "the engines' temperature, for the view `logprobs` of [`millrace sql`](sql.md#logprobs). 4 bytes a token. An iteration of "
+        "the engines' temperature, for the view `logprobs` of [`millrace sql`](tables.md#logprobs). 4 bytes a token. An iteration of "
         "several steps or passes takes a forward pass more, unless its algorithm makes that pass anyway.",
     )
     threads: Annotated[int | None, ANY_START] = Field(

@@ -20,7 +20,7 @@ PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROO
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("README.md"))
 SKIMMED = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("architecture", "debugging", "durability", "start", "gpus", "glossary")),
+    *(f"docs/{name}.md" for name in ("architecture", "looking", "durability", "start", "gpus", "glossary")),
 ]
 LONGEST_SENTENCE = 30
 FOLDERS = "benchmarks|connectors|core|deployments|docs|examples|flows|src|tasks|tests"

@@ -239,7 +239,7 @@ def test_the_page_on_rewards_lists_those_that_ship() -> None:
         load(f"millrace.core.rewards.{name}")
 
 
-@pytest.mark.parametrize("page", ["data", "rewards", "debugging"])
+@pytest.mark.parametrize("page", ["data", "rewards", "looking"])
 def test_every_query_of_the_pages_is_answered(page: str, tmp_path: Path) -> None:
     write_run(str(tmp_path), "mine")
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")

@@ -146,7 +146,7 @@ def test_a_run_is_interrupted_continued_extended_and_its_learning_rate_changed_a
 def test_what_a_run_did_is_listed_asked_verified_and_replayed(reader: Reader) -> None:
     names = {row["run"] for row in json.loads(reader.calls("millrace", "runs", "--json"))}
     assert {"mine", "chat", "slower"} <= names
-    for query in blocks("sql", "sql"):
+    for query in blocks("looking", "sql"):
         json.loads(reader.calls("millrace", "sql", "chat", query, "--json"))
     assert "nothing is wrong" in reader.calls("millrace", "verify", "mine")
     assert "equal" in reader.calls("millrace", "replay", "mine", "--from", "3", "--to", "4").lower()
@@ -203,7 +203,9 @@ def test_a_run_moves_to_a_bucket_and_goes_on(reader: Reader, s3_bucket: str) -> 
     for name in os.environ:
         if name.startswith("AWS_"):
             reader.environment[name] = os.environ[name]
-    (move,) = [line for line in blocks("running#move-a-run", "sh")[0].splitlines() if line.startswith("python")]
+    (move,) = [
+        line for line in blocks("running#move-a-run", "sh")[0].splitlines() if line.startswith("python")
+    ]
     code = re.search(r'"(.*)"', move)
     assert code
     root = f"{s3_bucket}/runs"
@@ -212,7 +214,11 @@ def test_a_run_moves_to_a_bucket_and_goes_on(reader: Reader, s3_bucket: str) -> 
     seven = (*without(TINY, "run.iterations"), "run.iterations=7", f"storage.root={root}")
     assert "7 iterations complete, 2 of them now" in reader.calls("millrace", "train", "run.yaml", *seven)
     assert "nothing is wrong" in reader.calls("millrace", "verify", "mine", "--root", root)
-    (fetch,) = [line for line in blocks("running#on-an-object-store", "sh")[2].splitlines() if line.startswith("python")]
+    (fetch,) = [
+        line
+        for line in blocks("running#on-an-object-store", "sh")[2].splitlines()
+        if line.startswith("python")
+    ]
     code = re.search(r'"(.*)"', fetch)
     assert code
     text = code[1].replace("s3://bucket", s3_bucket).replace("000200", "000007")

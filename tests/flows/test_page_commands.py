@@ -106,7 +106,7 @@ def test_the_page_on_prefect(shell: Shell, workplace: Workplace, tmp_path: Path)
 
 
 def test_the_page_on_mlflow(shell: Shell, workplace: Workplace) -> None:
-    listed = blocks("mlflow", "sh")[0].splitlines()[0]
+    listed = blocks("looking#curves", "sh")[0].splitlines()[0]
     *_, prefect, mlflow, export = shell.types(listed)
     assert prefect.split()[:2] == ["Prefect", workplace.api.removesuffix("/api")]
     assert mlflow.startswith("MLflow   http://127.0.0.1:")

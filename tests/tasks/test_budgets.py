@@ -172,7 +172,7 @@ def test_the_page_on_debugging_quotes_what_is_said(make_config: Callable[..., Ru
         with pytest.raises(MillraceError) as caught:
             spend()
         said.append(str(caught.value))
-    page = (Path(__file__).parents[2] / "docs" / "debugging.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "looking.md").read_text()
     quotes = [text.strip() for kind, text in re.findall(r"```(\w*)\n(.*?)```", page, re.DOTALL) if not kind]
     assert [text.startswith(quote) for text, quote in zip(said, quotes, strict=True)] == [True] * 3, said
 

@@ -1,6 +1,6 @@
 """The columns of the views of `millrace sql`: those of the stored tables, with prompts and labels as text.
 
-Owns what differs from the tables (docs/sql.md has every column): text in place of JSON, the system message that was sent,
+Owns what differs from the tables (docs/tables.md has every column): text in place of JSON, the system message that was sent,
 iterations counted from 1, and whether the iteration is committed.
 """
 
