@@ -1,1 +1,1 @@
-"""The rows of docs/performance.md."""
+"""The rows of benchmarks/README.md."""

@@ -1,4 +1,4 @@
-"""The rows of docs/performance.md: each takes its figures from kept results and names the command that measures them."""
+"""The rows of benchmarks/README.md, some of them in docs/performance.md: each takes its figures from kept results and names the command that measures them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
             f"quickstart, held-out accuracy, seed {run['seed']}", (learnt,), "+ 0.30 in < 300 s", command
         )
     presets = {name: mean(run["after"] for run in runs) for name, runs in kept.get("cpu", "presets").items()}
-    learnt = f"{min(presets.values()):.2f} to {max(presets.values()):.2f} ([each](algorithms.md))"
+    learnt = f"{min(presets.values()):.2f} to {max(presets.values()):.2f} ([each](../docs/algorithms.md))"
     what = "held-out reward of the presets' recipes after 50 iterations, means of three seeds"
     yield Row(what, (learnt,), "", "python -m benchmarks.presets --seed 0")
     yield from _mode_rows(kept.get("cpu", "learning_by_mode"))

@@ -1,4 +1,4 @@
-"""Figures of runs whose answers are of very different lengths, as rows of docs/performance.md."""
+"""Figures of runs whose answers are of very different lengths, as rows of benchmarks/README.md."""
 
 from __future__ import annotations
 

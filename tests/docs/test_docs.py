@@ -26,7 +26,7 @@ LONGEST_SENTENCE = 30
 FOLDERS = "benchmarks|connectors|core|deployments|docs|examples|flows|src|tasks|tests"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, "benchmarks/LOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, "benchmarks/LOG.md", "benchmarks/README.md"])
 def test_every_link_leads_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", _text(page)):
         if "://" in target:

@@ -1,4 +1,4 @@
-"""The page of figures is made from kept results, and every command on it starts."""
+"""The pages of figures are made from kept results, and every command on it starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from benchmarks.figures.rows import cpu_rows, gpu_rows
 from benchmarks.gpu.shapes import configuration
 from benchmarks.kept import RESULTS, KeptResults
-from benchmarks.page import PAGE, benchmark_modules, page
+from benchmarks.page import ALL, CHOSEN, PAGE, benchmark_modules, page, whole_page
 from benchmarks.whole_runs import iteration_overhead, recovery_time
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
@@ -21,13 +21,21 @@ from millrace.core.config.reading.load import load_config
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_is_current() -> None:
+def test_the_pages_are_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m benchmarks.page"
+    assert ALL.read_text(encoding="utf-8") == whole_page(), "run python -m benchmarks.page"
+
+
+def test_the_page_of_the_docs_has_fifteen_rows_and_the_other_one_all() -> None:
+    assert len(set(CHOSEN)) == 15
+    assert page().count("\n| ") - 4 == 15
+    rows = [*cpu_rows(KeptResults()), *gpu_rows(KeptResults())]
+    assert [row.what for row in rows if f"\n| {row.what} |" not in whole_page()] == []
 
 
 def test_every_kept_result_is_on_the_page() -> None:
     kept = KeptResults()
-    page(kept)
+    whole_page(kept)
     assert {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json")} == kept.read
 
 
