@@ -13,14 +13,14 @@ from pydantic import BaseModel
 
 from millrace.core.config import RunConfig
 from millrace.flows.cli import app
-from tests.support.doc_commands import anchor_of
+from tests.support.doc_commands import anchor_of, section
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("README.md"))
 SKIMMED = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("architecture", "looking", "durability", "start", "gpus", "glossary")),
+    *(f"docs/{name}.md" for name in ("architecture", "looking", "durability", "start", "gpus")),
 ]
 LONGEST_SENTENCE = 30
 FOLDERS = "benchmarks|connectors|core|deployments|docs|examples|flows|src|tasks|tests"
@@ -61,25 +61,17 @@ def test_every_path_exists(page: str) -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize(
-    ("page", "least", "most"), [("README.md", 15, 25), ("docs/architecture.md", 50, 200)]
-)
-def test_every_line_of_a_tree_exists(page: str, least: int, most: int) -> None:
-    paths = list(_tree_paths(_text(page)))
-    assert least <= len(paths) <= most
-    missing = [path for path in paths if not (ROOT / path).exists()]
-    assert not missing
+def test_every_line_of_the_tree_exists() -> None:
+    paths = list(_tree_paths(_text("README.md")))
+    assert 15 <= len(paths) <= 25
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_tree_answers_where_each_part_is() -> None:
-    table = _text("docs/architecture.md").split("## Where is what")[1].split("\n## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    answers = [path for row in rows for path in re.findall(r"`([^`]+)`", row.split("|")[2])]
-    assert len(rows) == 32
-    tree = _text("docs/architecture.md").split("## The tree")[1].split("\n## ")[0]
-    for path in answers:
-        assert (ROOT / path).is_file(), path
-        assert Path(path).name in tree, path
+def test_the_map_answers_where_each_part_is() -> None:
+    lines = section(_text("docs/architecture.md"), "where-is-what").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+    assert 60 <= len({question for question, _ in rows}) == len(rows)
+    assert [path for _, path in rows if not (ROOT / path.strip("`")).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -133,7 +125,9 @@ def test_examples_of_the_pages_import_only_what_users_should() -> None:
 
 def test_the_glossary_fits_on_a_screen() -> None:
     words = [
-        line.split("|")[1].strip() for line in _text("docs/glossary.md").splitlines() if line.startswith("| ")
+        line.split("|")[1].strip()
+        for line in section(_text("docs/architecture.md"), "words").splitlines()
+        if line.startswith("| ")
     ][1:]
     assert words == sorted(words)
     assert len(words) <= 30
