@@ -87,6 +87,25 @@ def test_every_command_exists(page: str) -> None:
     assert named <= commands
 
 
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES])
+def test_every_option_of_a_command_exists(page: str) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for code in _code(_text(page)):
+        for name, rest in re.findall(r"(?:^|\s|`)millrace ([a-z]+)\b([^#|;&`]*)", code):
+            named = set(re.findall(r"(?<=\s)--[a-z-]+", re.sub(r"\"[^\"]*\"", "", rest)))
+            command = commands[name]
+            parts = [command, *getattr(command, "commands", {}).values()]
+            known = {option for part in parts for field in part.params for option in field.opts}
+            assert named <= known | {"--help"}, (code, named - known)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES])
+def test_every_module_that_a_command_starts_exists(page: str) -> None:
+    for name in re.findall(r"python -m ((?:millrace|benchmarks|tests)[\w.]*)", _text(page)):
+        path = name.replace("millrace.", "", 1).replace(".", "/")
+        assert (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists(), name
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/configuration.md"])
 def test_every_field_exists(page: str) -> None:
     sections = "|".join(RunConfig.model_fields)
