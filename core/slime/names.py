@@ -33,7 +33,7 @@ WHOLE_ROLLOUT = (
 )
 TRAINER = (
     "functions of slime's trainer are not taken",
-    "write algorithm.loss or algorithm.advantage: docs/algorithms.md#functions-of-your-own",
+    "write algorithm.loss or algorithm.advantage: docs/algorithms.md#your-functions",
 )
 DATA_SOURCE = (
     "data sources of slime's are not taken",
@@ -47,7 +47,7 @@ PICTURES = ("pictures are not trained here", "train on text")
 HUB = "millrace.core.slime.hub"  # imported with the names, since it needs rewards, which need hooks
 UNKNOWN = (
     "this name of slime's is not here",
-    "copy what it does into your module, or write the hook in millrace's form: docs/algorithms.md#functions-of-your-own",
+    "copy what it does into your module, or write the hook in millrace's form: docs/algorithms.md#your-functions",
 )
 REFUSED: dict[
     str, tuple[str, str]

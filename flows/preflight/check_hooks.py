@@ -60,7 +60,7 @@ NOT_OF_SLIME = {  # fields that do not: why, and the way
     ),
     "": (
         "it takes no function of slime's signature",
-        "give it the parameters of docs/algorithms.md#functions-of-your-own",
+        "give it the parameters of docs/algorithms.md#your-functions",
     ),
 }
 NAMED = re.compile(r"(?<=^rollout\.session\.)named\..+$")  # in place of rollout.session.function

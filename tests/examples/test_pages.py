@@ -1,4 +1,4 @@
-"""The pages about functions of your own show code that runs, and the files as they are."""
+"""The pages about your functions show code that runs, and the files as they are."""
 
 from __future__ import annotations
 

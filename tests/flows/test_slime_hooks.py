@@ -154,7 +154,7 @@ REFUSED: list[tuple[str, str, str, str]] = [  # field, function, why, the way
         GENERATE,
         "generate_with_unknown",
         "slime.utils.brand_new.thing",
-        "docs/algorithms.md#functions-of-your-own",
+        "docs/algorithms.md#your-functions",
     ),
     (GENERATE, "generate_alone", "cannot be called with (args, sample, sampling_params)", "these parameters"),
     (GENERATE, "generate_rollout", "functions of a whole rollout are not taken", "rollout.session.function"),

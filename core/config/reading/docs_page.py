@@ -89,7 +89,7 @@ defaults; `engines.kind=embedded` takes it and keeps the other fields.
 FUNCTIONS = """## functions
 
 Your function is named by its import path, with options that it gets as keyword arguments at every call. A bare
-import path has no options. [Functions of your own](algorithms.md#functions-of-your-own) says what each function gets and returns.
+import path has no options. [Your functions](algorithms.md#your-functions) says what each function gets and returns.
 
 ```yaml
 filter:

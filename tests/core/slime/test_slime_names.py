@@ -68,7 +68,7 @@ def test_an_unknown_name_is_refused_by_its_name(name: str) -> None:
     assert names.missing(name)
     with pytest.raises(ImportError, match=name.split(".")[0]) as refused:
         imported(name)
-    assert "docs/algorithms.md#functions-of-your-own" in str(names.slime_remedy(refused.value))
+    assert "docs/algorithms.md#your-functions" in str(names.slime_remedy(refused.value))
 
 
 def test_what_an_import_hides_keeps_its_remedy() -> None:
