@@ -5,7 +5,7 @@ run. Creating is exclusive, so that only one process gets a token. The holder re
 Knows nothing of what the driver does.
 
 Whether a holder lives is decided without comparing clocks: by the process table if both processes share a kernel and a PID
-namespace, otherwise by watching for a renewal. docs/durability.md says what holds on which store.
+namespace, otherwise by watching for a renewal. docs/architecture.md#one-driver says what holds on which store.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from millrace.core.config import RunConfig
 from millrace.flows.cli import app
+from tests.house.words import found_in
 from tests.support.doc_commands import anchor_of, section
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ LONG_SENTENCES = (
     "performance",
     "security",
 )  # formulas and tables
+MADE = ("docs/configuration.md", "docs/performance.md")  # of the words of other files
 SKIMMED = [page for page in PAGES if page not in [f"docs/{name}.md" for name in LONG_SENTENCES]]
 LONGEST_SENTENCE = 30
 FOLDERS = "benchmarks|connectors|core|deployments|docs|examples|flows|src|tasks|tests"
@@ -132,6 +134,18 @@ def test_every_field_exists(page: str) -> None:
 def test_a_skimmed_page_has_short_sentences(page: str) -> None:
     long = [sentence for sentence in _sentences(_text(page)) if len(sentence.split()) > LONGEST_SENTENCE]
     assert not long
+
+
+def test_the_pages_read_as_they_would_be_said() -> None:
+    """By the constructions that tests/house counts in the code; of the last few, most mean a place."""
+    texts = {
+        page: re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), _text(page), flags=re.DOTALL)
+        for page in [*PAGES, "examples/README.md"]
+        if page not in MADE
+    }
+    words = sum(len(text.split()) for text in texts.values())
+    found = [each for page, text in texts.items() for each in found_in(page, 1, text)]
+    assert len(found) / words * 10_000 < 7, "\n".join(map(str, found))
 
 
 @pytest.mark.parametrize("page", SKIMMED[1:])

@@ -23,7 +23,7 @@ SERVER = "in an engine's or a tool's own process, which serves until it is ended
 BACKGROUND = "nobody waits for it: it runs beside the run until it is cancelled"
 # Nothing bounds these, and each says why.
 TEST_ONLY = "a test's: the driver waits at a point until the test removes a file"
-SHARD = "Ray says when its process or node dies; one that is stopped and does not die is waited for, as docs/durability.md says"
+SHARD = "Ray says when its process or node dies; one that is stopped and does not die is waited for, as docs/architecture.md#waits says"
 TRUSTED = "a command that asks nobody and waits for nothing but a disk"
 
 ROWS = {

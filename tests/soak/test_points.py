@@ -88,7 +88,7 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
             assert len(places) >= (2 if name in SESSIONS else 3), f"{name} is hardly killed at all"
             assert places == {*form.driver_dies, (form.all_die_in, "in")}
     assert {point.form for point in islice(at_random(0, 3), 500)} == {"", *FORMS}
-    page = (Path(__file__).parents[2] / "docs" / "durability.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     assert [name for name in FORMS if f"`{name}`" not in page] == []
 
 
