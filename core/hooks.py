@@ -49,9 +49,8 @@ class RewardInput:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     response_length: int = 0  # tokens
     status: str = "completed"  # completed, truncated
-    messages: Sequence[
-        Mapping[str, Any]
-    ] = ()  # the whole dialogue, of a rollout of several turns; `response` is its last turn
+    # the whole dialogue, of a rollout of several turns; `response` is its last turn
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ SAMPLES, AGAIN = 16, 64  # samples computed twice: at first, and before a step i
 
 FEWEST = 16  # fewest tokens in which a pattern is looked for
 UNEXPLAINED = 0.25  # share of the squared difference left by a fit of another temperature: 0.06 if that is the cause, else 0.7
-FLATTEST = (
-    -0.6
-)  # lowest slope of the fit: an engine that knows next to nothing looks like a very high temperature
+# lowest slope of the fit: an engine that knows next to nothing looks like a very high temperature
+FLATTEST = -0.6
 STRANGE = 3.0  # nats: no other temperature makes tokens so much less likely than the trainer's own
 GROWTH = 2.5  # growth of the difference from the first quarter of the positions to the last
 

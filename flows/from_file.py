@@ -1,6 +1,6 @@
-"""The flows of deployments that begin with a YAML file: one of the worker's host, and a recipe that ships with millrace.
+"""Flows of deployments that start from a YAML file: a file on the worker's host, or a recipe that ships with millrace.
 
-Own no loop: flows/train.py and flows/sft.py have theirs.
+The loops are in flows/train.py and flows/sft.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from millrace.flows.train import train
 
 
 def name_of_file(given: dict[str, Any]) -> str:
-    """The name of the run that a file and overrides ask for. If the file has none, its path: the flow says what is wrong."""
+    """The name of the run that a file and overrides ask for. If the file has none, its path: the flow reports the error."""
     if named := _overridden(given):
         return named
     try:
@@ -38,7 +38,7 @@ def _overridden(given: dict[str, Any]) -> str | None:
 
 @flow(name="train", flow_run_name=lambda: name_of_file(_given()))
 async def train_file(path: str, overrides: tuple[str, ...] = ()) -> DriveResult:
-    """Train the run of a file, by RL or supervised as the file says; the same run name resumes.
+    """Train the run of a file, by RL or supervised; the same run name resumes.
 
     Args:
         path: YAML file with the configuration. A relative path means the worker's folder.
@@ -48,14 +48,14 @@ async def train_file(path: str, overrides: tuple[str, ...] = ()) -> DriveResult:
 
 
 def _run_name() -> str:
-    """The name of the run, as the parameters give it, right or wrong."""
+    """The run's name in the parameters, without validation."""
     given = _given()
     return str(_overridden(given) or given["config"]["run"]["name"])
 
 
 @flow(name="train", flow_run_name=_run_name)
 async def train_recipe(config: RunConfig, overrides: tuple[str, ...] = ()) -> DriveResult:
-    """Train what a recipe says, by RL or supervised, changed as you like; the same run name resumes.
+    """Train a recipe, by RL or supervised, with your changes; the same run name resumes.
 
     Args:
         config: The recipe, filled in. Relative paths mean the worker's folder.
@@ -65,16 +65,17 @@ async def train_recipe(config: RunConfig, overrides: tuple[str, ...] = ()) -> Dr
 
 
 def with_overrides(parameters: dict[str, Any]) -> RunConfig:
-    """The configuration of a flow run's parameters, as they were given, with its overrides on top.
+    """The configuration of a flow run's parameters with its overrides on top.
 
-    What a preset sets follows the preset that is chosen last: a validated configuration no longer says what was given.
+    It starts from the unvalidated parameters, so that a preset fills fields by the last choice: a validated configuration no
+    longer tells which fields were given.
     """
     text = yaml.safe_dump(parameters["config"])
     return load_config(None, parameters.get("overrides") or (), text)
 
 
 def _given() -> dict[str, Any]:
-    """The parameters of this flow run as they were given."""
+    """The unvalidated parameters of this flow run."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     assert run is not None, "called within the flow"

@@ -1,4 +1,4 @@
-"""The one writer of text to a terminal. Owns that no terminal acts on what is written.
+"""Writes all text to terminals. Owns that no terminal interprets the text.
 
 Model output, prompts, names and the words of judges and of errors may hold control characters, which move a terminal's cursor,
 name its window or fill its clipboard. Here each becomes its escape. Colours are rich's own.
@@ -17,15 +17,15 @@ from millrace.core.plain_text import printable
 
 
 class PlainConsole(Console):
-    """A console of rich that writes text as it is, control characters as their escapes. Brackets in a text are no markup."""
+    """A console of rich that writes text unchanged, except for escaped control characters. Brackets in a text are no markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "highlight": False, "emoji": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What rich makes of something, with its text printable."""
+        """rich's segments with printable text."""
         for segment in super().render(renderable, options):
-            # what rich itself does to a terminal is a control segment
+            # rich's own terminal commands are control segments
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 

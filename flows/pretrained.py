@@ -1,4 +1,4 @@
-"""A real pretrained model and something to teach it: SmolLM2-135M-Instruct, and word problems with numbers or short sums.
+"""A pretrained model and tasks for it: SmolLM2-135M-Instruct, and word problems with numbers or short sums.
 
 Owns the problems. `connectors/huggingface/pretrained.py` makes the model's folder.
 """
@@ -16,7 +16,7 @@ from millrace.flows.quickstart import write_rows
 TRAIN, HELD_OUT = 4_000, 200
 SUMS_HELD_OUT = 100
 LARGEST_TERM = 20
-SHOWN = ((3, 4),)  # sums that stand before each question: they show that a number alone is the answer
+SHOWN = ((3, 4),)  # sums before each question, which show that a number alone is the answer
 NAMES = [
     "Ana",
     "Ben",
@@ -60,7 +60,7 @@ def prepare_sums(config: RunConfig) -> None:
 
 
 def _model_of(config: RunConfig) -> Path:
-    """The model's folder, which is made unless it is there."""
+    """The model's folder, which is made unless it exists."""
     model = Path(config.model.path)
     if not (model / "config.json").exists():
         make_smollm2(model)
@@ -88,7 +88,7 @@ def write_sums(folder: Path, seed: int = 0) -> None:
 
 
 def sums(rng: random.Random) -> list[dict[str, str]]:
-    """Every sum of two terms from 2 to LARGEST_TERM but those shown, in the order of `rng`, as lines that a model continues."""
+    """Every sum of two terms from 2 to LARGEST_TERM, except the shown ones, in the order of `rng`, as lines to continue."""
     terms = range(2, LARGEST_TERM + 1)
     asked = [(a, b) for a in terms for b in terms if (a, b) not in SHOWN]
     rng.shuffle(asked)
@@ -97,7 +97,7 @@ def sums(rng: random.Random) -> list[dict[str, str]]:
 
 
 def problems(rng: random.Random, largest: int) -> Iterator[dict[str, str]]:
-    """Problems that differ, with their answers, without end."""
+    """Endless distinct problems with their answers."""
     seen = set()
     while True:
         text, answer = _problem(rng, largest)

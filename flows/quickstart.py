@@ -1,6 +1,6 @@
 """The quickstart: build a tiny model, warm it up, then train it by GRPO on sums whose answers can be verified.
 
-Owns the files it makes, the configurations and what is shown at the end. The rest is what every run uses.
+Owns the files it makes, the configurations and the output at the end. It uses the same flows as every run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from millrace.flows.tools.ending import ending
 HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 sums
 FILES = Path("quickstart-files")
-WARM_LOSS = 0.55  # mean of the last ten steps; about a third of the samples are then right, whatever the seed
-TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm-up's
+WARM_LOSS = 0.55  # mean of the last ten steps; about a third of the samples are then right, with any seed
+TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm-up's iterations
 GPU_SHAPE: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -51,13 +51,14 @@ GPU_WARM_UP = [
 def run_quickstart(
     root: str, seed: int, iterations: int | None, name: str | None, console: PlainConsole
 ) -> None:
-    """Make model and data, warm up, train, and print what was learnt. Called again, it resumes or only prints."""
+    """Make model and data, warm up, train, and print the result. Called again, it resumes or only prints."""
     from millrace.connectors.prefect.server import ensure_server, login_hint, ui_url
 
     started = time.perf_counter()
     config = grpo_config(root, seed, name or f"quickstart-{seed}", iterations)
     with ThreadPoolExecutor(1) as pool:
-        server = pool.submit(ensure_server)  # its database is prepared while the model is made
+        # its database is prepared while the model is made
+        server = pool.submit(ensure_server)
         make_files(config)
         page = ui_url(server.result())
     console.print(f"1/3 Prefect answers at {page}{login_hint()}", soft_wrap=True)
@@ -88,7 +89,7 @@ def prepare(config: RunConfig) -> None:
 
 
 def prepare_for_gpu(config: RunConfig) -> None:
-    """The same in bfloat16 with 25 million parameters and a head size of 64, which SGLang's kernels accept."""
+    """`prepare` in bfloat16 with 25 million parameters and a head size of 64, which SGLang's kernels accept."""
     make_files(config, GPU_SHAPE)
     _warm_up(config, GPU_WARM_UP)
 
@@ -119,7 +120,7 @@ def _warm_up(config: RunConfig, overrides: Sequence[str]) -> None:
 
 
 def is_warm(config: RunConfig) -> bool:
-    """Whether the model at config.model.path is made."""
+    """Whether the warmed-up model at config.model.path exists."""
     return (Path(config.model.path) / "config.json").exists()
 
 

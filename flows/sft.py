@@ -1,7 +1,7 @@
 """Supervised training: the same trainer, checkpoints and run folder, without engines.
 
-Each iteration draws rows, takes its optimizer steps and saves when due. What is learnt of a row is its label, or the
-assistant's messages of a whole dialogue.
+Each iteration draws rows, takes its optimizer steps and saves when due. A row trains its label, or the assistant's messages of
+a whole dialogue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from millrace.tasks.train_step import train_step
 
 @flow(name="sft", flow_run_name="{config.run.name}")
 async def sft(config: RunConfig) -> DriveResult:
-    """Train on reference answers, going on from whatever the run folder holds."""
+    """Train on reference answers, resuming from the state in the run folder."""
     if not config.algorithm.supervised:
         raise ConfigError(
             "supervised training needs algorithm.loss=sft",

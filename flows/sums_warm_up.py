@@ -1,6 +1,6 @@
 """A tiny model that half guesses the quickstart's sums: RL finds much to correct, and corrects it within minutes.
 
-Owns what it is warmed up on. Model, sums and training are the quickstart's.
+Owns the warm-up's data. Model, sums and training come from the quickstart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LESSONS = 76_800
 def prepare(config: RunConfig, *, iterations: int = 15, guesses: float = 0.5) -> None:
     """Write the sums, and make the warmed-up model at config.model.path unless it exists.
 
-    iterations: of the warm-up, of 5,120 answers each. guesses: the share of them that only repeat the first term.
+    iterations: of the warm-up, with 5,120 answers each. guesses: share of answers that only repeat the first term.
     """
     if is_warm(config):
         return
@@ -35,7 +35,7 @@ def prepare(config: RunConfig, *, iterations: int = 15, guesses: float = 0.5) ->
 def lessons(
     sums: Sequence[Mapping[str, str]], guesses: float, rng: random.Random
 ) -> Iterator[dict[str, str]]:
-    """Sums with their answers, and others with their first term."""
+    """Sums with their answers, and sums with their first term as the answer."""
     for _ in range(LESSONS):
         row = rng.choice(sums)
         guess = rng.random() < guesses

@@ -27,7 +27,7 @@ from millrace.flows.quickstart import (
     write_rows,
 )
 
-TRIES = 20  # for each problem, to find one with another prompt
+TRIES = 20  # attempts to find each problem with a new prompt
 
 
 class Problem(TypedDict):
@@ -39,7 +39,7 @@ class Problem(TypedDict):
 
 
 class MakeProblem(Protocol):
-    """Makes a problem that follows from the random numbers alone."""
+    """Makes a problem that depends only on the random numbers."""
 
     def __call__(self, rng: random.Random) -> Problem: ...
 
@@ -47,7 +47,7 @@ class MakeProblem(Protocol):
 def prepare(config: RunConfig, *, problem: str, count: int = 5000, iterations: int = 7) -> None:
     """Write prompts of `count` different problems, and make a warmed-up model at config.model.path unless it exists.
 
-    problem: import path of a MakeProblem. iterations: of the warm-up. For SGLang the model has a shape that its kernels take.
+    problem: import path of a MakeProblem. iterations: of the warm-up. For SGLang the model has a shape that its kernels accept.
     """
     if is_warm(config):
         return
@@ -68,7 +68,7 @@ def prepare(config: RunConfig, *, problem: str, count: int = 5000, iterations: i
     overrides = [
         f"run.iterations={iterations}",
         f"data.sources.0.path={folder / 'turns.jsonl'}",
-        "data.sources.0.chat=false",  # they are rendered
+        "data.sources.0.chat=false",  # they are rendered already
         f"data.max_prompt_tokens={max(len(turn['prompt']) for turn in turns)}",
         *(GPU_WARM_UP if for_gpu else ()),
     ]
@@ -76,7 +76,7 @@ def prepare(config: RunConfig, *, problem: str, count: int = 5000, iterations: i
 
 
 def turns_of(problem: Problem, tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    """A row for each turn of the dialogue: all that the model sees before it as the prompt, and its text as the answer."""
+    """A row for each turn of the dialogue: the whole text before it as the prompt, and its text as the answer."""
     template = ChatTemplate(TOOL_TEMPLATE, {})
     messages: list[dict[str, Any]] = [{"role": "user", "content": problem["prompt"]}]
     for position, text in enumerate(problem["dialogue"]):

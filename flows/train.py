@@ -1,7 +1,7 @@
 """The training run: one parent flow, one subflow an iteration, eight tasks each.
 
-Reads like the recipe it is. What a task does stands in tasks/, what lives between tasks in tasks/runtime/, how iterations
-follow one another in flows/driver/.
+It reads like a recipe. tasks/ has the work of each task, tasks/runtime/ the parts that live between tasks, flows/driver/ the
+order of iterations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EvaluateTask = Task[[IterationContext], Coroutine[Any, Any, EvaluateRecord]]
 
 @flow(name="train", flow_run_name="{config.run.name}")
 async def train(config: RunConfig) -> DriveResult:
-    """Train `config.run.iterations` iterations, going on from whatever the run folder holds."""
+    """Train `config.run.iterations` iterations, resuming from the state in the run folder."""
     if config.algorithm.supervised:
         raise ConfigError(
             "that is supervised training",
@@ -58,7 +58,7 @@ async def train(config: RunConfig) -> DriveResult:
 
 
 async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
-    """One pass of the eight tasks over iteration `index`; over stored rollouts, of those from the filter on."""
+    """One pass of the eight tasks over iteration `index`; over stored rollouts, only from the filter on."""
     if runtime.config.pipeline.rollouts_from:
         await _pass_over_stored(runtime, index, slot)
         return
@@ -77,7 +77,7 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
     await run_recorded(sample_prompts, ctx)
     await slot.reach(Stage.DRAWN)
     with only_first_error():
-        async with asyncio.TaskGroup() as beside:  # which ends before engines get other weights
+        async with asyncio.TaskGroup() as beside:  # ends before engines get other weights
             evaluated = beside.create_task(_evaluate_in_background(ctx, slot))
             await _fill_batch(ctx, slot, run_shard, lambda: beside.create_task(hand_over(ctx, evaluated)))
             await slot.reach(Stage.GENERATED)
@@ -89,7 +89,7 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
             await slot.reach(Stage.TRAINED)
             await slot.may_sync()
     if config.pipeline.rollouts_only:
-        await slot.reach(Stage.SERVED)  # the weights that engines have already
+        await slot.reach(Stage.SERVED)  # engines have these weights already
     else:
         await _save_and_serve(ctx, slot)
     await slot.reach(Stage.LEFT_TRAINER)
@@ -102,7 +102,7 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
 
 
 async def _pass_over_stored(runtime: Runtime, index: int, slot: IterationSlot) -> None:
-    """Filter, train, save and publish what another run generated and scored. Nothing serves the weights."""
+    """Filter, train, save and publish, from another run's stored rollouts and rewards. No engine serves the weights."""
     await slot.may_work()
     ctx = IterationContext(runtime.config, index, runtime)
     await take_rollouts(ctx)
@@ -117,18 +117,20 @@ async def _pass_over_stored(runtime: Runtime, index: int, slot: IterationSlot) -
 
 
 async def _save_and_serve(ctx: IterationContext, slot: IterationSlot) -> None:
-    """Save what is due, and have the engines serve the new weights."""
+    """Save a due checkpoint, and make the engines serve the new weights."""
     is_due = begins_after(ctx.config, ctx.index + 1)
-    if is_due and ctx.config.trainer_offloads:  # to save it later, the trainer would take its memory back
+    # a later save would make the trainer take its memory back
+    if is_due and ctx.config.trainer_offloads:
         await run_recorded(checkpoint, ctx)
     with only_first_error():
         async with asyncio.TaskGroup() as beside:
             beside.create_task(draw_beside(ctx))
-            if not is_due:  # what was written meanwhile counts from now on
+            # a background checkpoint that is written by now counts from here on
+            if not is_due:
                 beside.create_task(run_recorded(checkpoint, ctx))
             await run_recorded(sync_weights, ctx)
             await slot.reach(Stage.SERVED)
-    if is_due and not ctx.config.trainer_offloads:  # engines go on while it is saved
+    if is_due and not ctx.config.trainer_offloads:  # engines generate while it is saved
         await run_recorded(checkpoint, ctx)
 
 
@@ -153,24 +155,25 @@ async def _fill_batch(
 
 async def _generate(ctx: IterationContext, stream: Stream, then: Callable[[], object]) -> None:
     await run_recorded(rollout, ctx)
-    await stream.begin()  # also where an earlier start left its record
+    await stream.begin()  # also if an earlier start left its record
     then()
 
 
 async def _score(ctx: IterationContext, stream: Stream) -> None:
-    await stream.until_begun()  # Prefect takes some 20 ms of the loop to begin a task
+    # starting a task blocks the event loop for some 20 ms
+    await stream.until_begun()
     await run_recorded(reward, ctx)
 
 
 async def _until_filled(ctx: IterationContext, stream: Stream) -> None:
-    """Filter; where an earlier start left its record, the others still learn that the batch is filled."""
+    """Filter. If an earlier start left its record, the other tasks still learn that the batch is filled."""
     await stream.until_begun()
     await run_recorded(filter_groups, ctx)
     await stream.settle()
 
 
 async def _evaluate_in_background(ctx: IterationContext, slot: IterationSlot) -> None:
-    """Evaluate the weights that this iteration begins with, where it is due and the one before has not."""
+    """Evaluate the weights that this iteration starts with, if that is due and the previous iteration has not."""
     config = ctx.config
     if not config.evaluates_in_background or not config.evaluation.sets:
         return

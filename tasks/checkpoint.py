@@ -1,7 +1,7 @@
 """checkpoint: save trainer state when it is due, drop what retention no longer keeps, export Hugging Face files.
 
 Writes checkpoints/NNNNNN/ (complete.json last) and exports/NNNNNN/. A checkpoint is named by the iterations it has seen.
-One that is saved in the background is begun in one iteration and counts from the first one on that finds it written.
+A background checkpoint starts in one iteration and counts from the first iteration that finds it written.
 """
 
 from __future__ import annotations
@@ -52,18 +52,19 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
 
 
 def begins_after(config: RunConfig, done: int) -> bool:
-    """Whether a checkpoint or an export is due after so many iterations. Where none is, one may have been written meanwhile."""
+    """Whether a checkpoint or an export is due after this number of iterations. If not, a background one may have been written."""
     return saves_after(config, done) or exports_after(config, done)
 
 
 async def _save(ctx: IterationContext, record: CheckpointRecord, done: int, *, background: bool) -> None:
-    """Save this iteration's checkpoint, or begin to. No other one is being written."""
+    """Save this iteration's checkpoint, or start to. Call it only while no other checkpoint is written."""
     path = ctx.run_folder.checkpoint_path(done)
     if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
         record["dropped"] += await asyncio.to_thread(_drop_unfinished, ctx, done)
         async with (
             ctx.runtime.memory.for_trainer() as trainer
-        ):  # all its state must be on the GPU to be saved
+            # all of the trainer's state must be on the GPU to be saved
+        ):
             ranks = await trainer.at(ctx.version_after)
             url = ctx.run_folder.store.url_of(path)
             await (ranks.saves.begin(url) if background else ranks.save(url))
@@ -76,9 +77,9 @@ async def _save(ctx: IterationContext, record: CheckpointRecord, done: int, *, b
 
 
 async def _commit_written(ctx: IterationContext, record: CheckpointRecord, *, wait: bool) -> bool:
-    """Have a checkpoint count that was begun in an earlier iteration and is written by now; returns whether it failed.
+    """Commit a checkpoint that an earlier iteration started, if it is written; returns whether it failed.
 
-    wait: until it is written, since the next one is due.
+    wait: until it is written, since the next checkpoint is due.
     """
     started = time.perf_counter()
     trainer = ctx.runtime.memory.trainer
@@ -126,7 +127,7 @@ def _retain(ctx: IterationContext) -> list[str]:
 
 
 def _drop_unfinished(ctx: IterationContext, done: int) -> list[str]:
-    """Remove what a kill or a fault left of earlier ones: the next one may need their room."""
+    """Remove remains of earlier checkpoints after a kill or a fault: the next checkpoint may need their space."""
     return _drop(ctx, unfinished_checkpoints(ctx.run_folder, before=done))
 
 
@@ -137,9 +138,9 @@ def _drop(ctx: IterationContext, numbers: list[int]) -> list[str]:
 
 
 def _evaluated(folder: RunFolder, done: int) -> Mapping[str, float]:
-    """Figures of the weights after `done` iterations, by the iteration that made them or the one that began with them.
+    """Metrics of the weights after `done` iterations, from the iteration that made them or started with them.
 
-    From the records: a later iteration may save before the manifests of those before it are written.
+    Read from records, since an iteration may save before the manifests of earlier ones are written.
     """
     made, began = IterationFiles(folder, done - 1), IterationFiles(folder, done)
     for files, name in ((made, "evaluate"), (began, "evaluate_before")):

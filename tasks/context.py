@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
 
 PROMPTS = "prompts.parquet"
-LEAST_WAIT_S = 0.1  # shorter ones are a part of the task
+LEAST_WAIT_S = 0.1  # shorter waits count as part of the task
 
 
 @dataclass
 class BatchFigures:
-    """What is known of an iteration's fixed batch."""
+    """Metrics of an iteration's fixed batch."""
 
     metrics: dict[str, float | None]
     account: Account
-    without_advantage: int | None  # samples, where the advantages of all are 0
-    shown: bool = False  # on Prefect's page
+    without_advantage: int | None  # number of samples, if the advantages of all are 0
+    shown: bool = False  # whether Prefect's page shows the batch already
 
 
 class Sharded(Protocol):
-    """Has shards do an iteration's rollout and reward."""
+    """Makes shards do an iteration's rollout and reward."""
 
     async def rollout(self) -> RolloutRecord:
-        """Have the samples generated until the filter has settled."""
+        """Generate samples until the filter has settled."""
         ...
 
     async def reward(self) -> RewardRecord:
-        """Have them scored until the filter has settled."""
+        """Score samples until the filter has settled."""
         ...
 
     def counted(self, kind: Kind, listed: Sequence[str]) -> list[str]:
-        """Of the parts that a listing shows, those that count: one of a shard that was replaced does not."""
+        """The listed parts that count: parts of a replaced shard do not."""
         ...
 
 
@@ -65,19 +65,19 @@ class Sharded(Protocol):
 class Evaluation:
     """An evaluation of the held-out sets at the weights of one version."""
 
-    index: int  # of the iteration whose folder has its parts
+    index: int  # index of the iteration whose folder has its parts
     done: int  # iterations trained
     version: int
-    task: str  # that makes it
+    task: str  # the task that makes it
 
 
 class ShardedEvaluation(Protocol):
-    """Has shards make the samples of an evaluation."""
+    """Makes shards produce the samples of an evaluation."""
 
     async def make(
         self, evaluation: Evaluation, made: Mapping[tuple[str, int], EvaluatedSample]
     ) -> dict[tuple[str, int], EvaluatedSample]:
-        """All samples of all sets, by prompt and index. made: what an earlier attempt stored."""
+        """All samples of all sets, by prompt and index. made: samples that an earlier attempt stored."""
         ...
 
 
@@ -92,27 +92,28 @@ class IterationContext:
         self.shards: Sharded | None = None  # None: rollout and reward work here
         self.evaluation_shards: ShardedEvaluation | None = None  # None: evaluations are made here
         self.in_shard = False  # whether this process is a shard, whose driver has the iteration
-        self.share = WHOLE  # of the groups, those that this process generates
+        self.share = WHOLE  # the groups that this process generates
         self.mine: frozenset[str] | None = None  # groups that this process scores; None: all
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
         self.landed = LandedParts(self.folder)
         self.records: IterationRecords = {}  # committed so far
         self.counted: BatchFigures | None = None
-        self.picture: bytes | None = None  # of the run's curves so far, where it was drawn early
+        self.picture: bytes | None = None  # picture of the run's curves so far, if it was drawn early
         self.handed_s: float | None = None  # seconds in which shared GPUs were handed to the trainer early
-        self.trainer_s = 0.0  # until ranks were there to train
-        self.seconds: dict[str, float] = {}  # of what is no task, such as passes that were made early
+        self.trainer_s = 0.0  # seconds until ranks were ready to train
+        self.seconds: dict[str, float] = {}  # seconds of work outside of tasks, such as early passes
         self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each task, on one clock
+        # while their task runs
         self.parts: dict[str, list[FileRecord]] = {
             "rollouts": [],
             "turns": [],
             "rewards": [],
             "evaluations": [],
-        }  # while their task runs
+        }
 
     def open_stream(self) -> Stream:
-        """Begin the notifications between the tasks that stream; returns them."""
+        """Start the notifications between the streaming tasks; returns them."""
         record = self.records["sample_prompts"]
         self.stream = Stream(
             record.get("released", self.fresh_groups), joined=None, limit=self.config.run_limit
@@ -120,18 +121,18 @@ class IterationContext:
         return self.stream
 
     def read_prompts(self, columns: list[str] | None = None) -> pa.Table:
-        """The groups that were drawn, in their order. Raises CorruptFileError if they are not those that were recorded."""
+        """The drawn groups in their order. Raises CorruptFileError if they differ from the record."""
         record = self.records.get("sample_prompts")
         named = {entry.path: entry for entry in recorded(record["files"], self.folder.url)} if record else {}
         return self.folder.read_table(PROMPTS, "prompts", named.get(PROMPTS), columns).sort_by("ordinal")
 
     def start_parts(self, folder: str) -> None:
-        """Begin the list of a folder's parts with those that an earlier attempt stored."""
+        """Start the list of a folder's parts with the parts of an earlier attempt."""
         entries = self.folder.entries(list_parts(self.folder, folder))
         self.parts[folder] = [entry.record() for entry in entries]
 
     def stored_parts(self, folder: str, columns: list[str] | None = None) -> pa.Table:
-        """Rows of a folder's parts that an earlier attempt stored. A broken part is removed. columns: None for all."""
+        """Rows of a folder's parts from an earlier attempt. Broken parts are removed. columns: None for all."""
         return read_parts(self.folder, folder, folder, columns=columns, ignore_incomplete=True)
 
     def listed_parts(self, folder: str) -> list[str]:
@@ -139,21 +140,21 @@ class IterationContext:
         return list_parts(self.folder, folder)
 
     async def announce(self, kind: Kind, entry: FileEntry) -> None:
-        """Let those who wait for such parts know of one that is whole."""
+        """Announce a whole part to the tasks that wait for parts of its kind."""
         if kind in STREAMED:
             assert self.stream is not None
             await self.stream.land(kind, entry.path)
 
     def note_failure(self, budget: str, reason: str, sample: str) -> None:
-        """Pass on that a sample failed, where the budget of this name is counted elsewhere too."""
+        """Report a failed sample, if the budget of this name is also counted in another process."""
 
     async def engines_at(self, versions: VersionRange) -> Dispatcher:
-        """The engines, each at one of these versions."""
+        """A dispatcher over the engines, each at one of these versions."""
         return await self.runtime.memory.for_engines(versions)
 
     @property
     def worked(self) -> dict[str, tuple[float, float]]:
-        """Start and end of each task in this process, on one clock, and of what tasks waited for at their beginning.
+        """Start and end of each task in this process, on one clock, and of waits at their starts as `trainer` and `engines`.
 
         Rollout, reward and filter work from the first request on: before it, engines start or take their memory. `train_step`
         works once there are ranks.
@@ -175,9 +176,9 @@ class IterationContext:
 
     @property
     def eager(self) -> bool:
-        """Whether the iteration is trained in chunks, and those that are whole before the rest is generated are passed then.
+        """Whether the iteration is trained in chunks, and passes of whole chunks are made while the rest is generated.
 
-        Not one that was drawn while the iteration before was still to be trained.
+        False for an iteration that was drawn before the previous one was trained.
         """
         return self.config.pipeline.eager and self.runtime.prompts.ahead.at(self.index) == 0
 
@@ -208,7 +209,7 @@ class IterationContext:
 
     @property
     def sends(self) -> bool:
-        """Whether engines get this iteration's weights."""
+        """Whether this iteration's weights are sent to engines."""
         return self.config.pipeline.sent_before(self.index + 1) == self.index + 1
 
     @property

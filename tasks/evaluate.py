@@ -1,10 +1,10 @@
 """evaluate: sample the held-out sets with the weights of one version and score them.
 
-Engines serve a version from its sync to the next one. `evaluate` is waited for before the next iteration goes on;
-`evaluate_before` is of the version that an iteration begins with, and may run beside its work until that iteration's sync.
+Engines serve a version from its sync to the next one. `evaluate` ends before the next iteration continues; `evaluate_before`
+evaluates the version that an iteration starts with, and may run beside its work until that iteration's sync.
 
 Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Scored samples are parts of
-the iteration's folder until then: what is stored is not generated again. Same engines and same failure budget as training,
+the iteration's folder until then: stored samples are not generated again. Same engines and same failure budget as training,
 and the same reward unless the set has its own. An answer whose scoring failed or timed out counts as wrong, and is counted:
 else a policy would gain by answers that no grader can read.
 """
@@ -41,19 +41,19 @@ async def evaluate(ctx: IterationContext) -> EvaluateRecord:
 
 @task(name="evaluate_before", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def evaluate_before(ctx: IterationContext) -> EvaluateRecord:
-    """Evaluate every set at the weights that this iteration begins with."""
+    """Evaluate every set at the weights that this iteration starts with."""
     return await evaluate_version(ctx, done=ctx.index, version=ctx.version_before, task="evaluate_before")
 
 
 def is_evaluated_by(ctx: IterationContext) -> bool:
-    """Whether the iteration before has evaluated the weights that this one begins with, as one that waits for it does."""
+    """Whether the previous iteration has evaluated the weights that this one starts with, in the foreground."""
     return ctx.index > 0 and IterationFiles(ctx.run_folder, ctx.index).before.record("evaluate") is not None
 
 
 async def evaluate_version(
     ctx: IterationContext, done: int, version: int, task: str = "evaluate"
 ) -> EvaluateRecord:
-    """Evaluate all sets at a weight version and write one table per set. `done`: iterations trained. task: whose parts these are."""
+    """Evaluate all sets at a weight version and write one table per set. `done`: iterations trained. task: owns the parts."""
     started = time.perf_counter()
     evaluation = Evaluation(ctx.index, done, version, task)
     made = made_of(await stored_samples(ctx, version), version)
@@ -80,7 +80,7 @@ async def evaluate_version(
 
 
 def _lag(ctx: IterationContext, done: int) -> int:
-    """Weight versions that are made by now of the one after `done` iterations."""
+    """Weight versions made since the version after `done` iterations."""
     index = done
     while ctx.run_folder.iteration(index).exists(record_path("train_step")):
         index += 1
@@ -88,7 +88,7 @@ def _lag(ctx: IterationContext, done: int) -> int:
 
 
 async def stored_samples(ctx: IterationContext, version: int) -> list[EvaluatedSample]:
-    """What an earlier attempt stored of the sets at this weight version; from here on parts are added to it."""
+    """Samples that an earlier attempt stored at this weight version; later parts are added to them."""
     stored = await asyncio.to_thread(read_parts, ctx.folder, KIND, KIND, ignore_incomplete=True)
     await asyncio.to_thread(ctx.start_parts, KIND)
     return [EvaluatedSample(**row) for row in stored.to_pylist() if row["version"] == version]

@@ -4,8 +4,8 @@ Reads prompts, rollout parts and reward parts; writes verdicts.parquet (every dr
 batch.parquet (kept samples in drawing order, each with its shaped reward, its advantage and the step that will train it).
 Groups that the iteration reuses were judged before: they join the batch with their stored rewards, and get credit and a
 step like the others.
-Which groups fill the batch, pipeline.select says: the first in drawing order, so that it does not depend on which finished first;
-or those that finished first, as cut.json then says.
+pipeline.select decides which groups fill the batch: the first in drawing order, so that timing has no effect; or the first to
+finish, which cut.json then records.
 Shaping and advantages run in a worker process: neither torch nor the user's functions of tensors belong in the driver.
 """
 
@@ -99,7 +99,7 @@ def _dropped(group: ScoredGroup) -> bool:
 
 
 def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[ScoredGroup]:
-    """The groups that fill the batch, in drawing order; usable ones stand in where the reserve did not suffice."""
+    """The groups that fill the batch, in drawing order; usable dropped ones are added if the reserve did not suffice."""
     kept = [group for group in groups if group.judgement and group.judgement.keep][:need]
     missing = need - len(kept)
     if not missing:
@@ -210,10 +210,10 @@ def _verdict(
 
 
 def _steps(ctx: IterationContext, kept: KeptGroups) -> dict[str, int]:
-    """Weight version that each scored sample's step makes, in the first pass: rollouts in drawing order, cut into global batches.
+    """Weight version that each scored sample's step makes, in the first pass: rollouts in drawing order, in global batches.
 
-    The places of rollouts that were not scored stay empty. Where that would leave a step without samples, the scored ones
-    are cut into equal parts instead. Raises BudgetError if there are fewer of them than steps.
+    The places of rollouts that were not scored stay empty. If that would leave a step without samples, the scored rollouts are
+    cut into equal parts instead. Raises BudgetError if there are fewer of them than steps.
     """
     first, steps = ctx.version_before + 1, ctx.config.steps_per_pass
     scored = list(dict.fromkeys(rollout_of(score.sample_id) for score in kept.scores))
@@ -234,7 +234,7 @@ def _steps(ctx: IterationContext, kept: KeptGroups) -> dict[str, int]:
 
 
 def _failures(groups: list[ScoredGroup]) -> str:
-    """Why samples of these groups have no reward, as the rest of a sentence; empty where all have one."""
+    """Why samples of these groups have no reward, as the rest of a sentence; empty if all have one."""
     found = Failures()
     for score in (score for group in groups for score in group.scores.values()):
         if score.scoring != "scored":

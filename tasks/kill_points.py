@@ -1,11 +1,11 @@
 """Stop points for kill tests: the driver waits at a named place of an iteration, so that it can be killed exactly there.
 
-Off unless the environment sets it. MILLRACE_KILL_POINT=<index of the iteration>/<task>/<before|in|committed|after> names the place,
-MILLRACE_KILL_POINT_FILE a file. The first time the driver reaches the place it creates the file, and continues when the
-file is removed. `in` is where a task has written its first output and has not committed, `committed` where the checkpoint task has written complete.json, `cut` where
-rollout has ended the requests of groups that are deferred. The task `cut` is the commit of cut.json. The task `finish`, of the iteration after the last, marks
-the run complete: `in` is between its trackers and run.json. Of eager_passes, `before` is before a
-chunk is passed, and `in` after one was.
+Off unless the environment sets it. MILLRACE_KILL_POINT=<index of the iteration>/<task>/<before|in|committed|after> names the
+place, MILLRACE_KILL_POINT_FILE a file. The first time the driver reaches the place it creates the file, and continues when the
+file is removed. `in` is after a task has written its first output and before it commits, `committed` after the checkpoint task
+has written complete.json, `cut` after rollout has ended the requests of groups that are deferred. The task `cut` is the commit
+of cut.json. The task `finish`, of the iteration after the last, marks the run complete: `in` is between its trackers and
+run.json. Of eager_passes, `before` is before a chunk is passed, and `in` after one was.
 """
 
 from __future__ import annotations

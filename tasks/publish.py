@@ -1,6 +1,6 @@
 """publish: make the iteration visible and final.
 
-Reads what the other tasks wrote; logs metrics to MLflow and artifacts to Prefect, then writes manifest.json, last of all.
+Reads the other tasks' files; logs metrics to MLflow and artifacts to Prefect, then writes manifest.json, last of all.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from millrace.tasks.pages.pictures import drawn, prepare_drawing
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.account import carried_to, check_closes
 
-READ = {  # columns of parts: those of the account, and those of the metrics. Tokens and log-probabilities stay in storage
+READ = {  # columns of parts for the account and the metrics. Tokens and log-probabilities stay in storage
     "rollouts": [*COLUMNS["rollouts"], "source", "response_length", "turns"],
     "turns": [*COLUMNS["turns"], "failed"],
     "rewards": [
@@ -55,7 +55,7 @@ READ = {  # columns of parts: those of the account, and those of the metrics. To
         *("teacher_s", "teacher_logprobs"),
     ],
 }
-LARGEST = ("logprob_gap_max", "staleness_max")  # of the steps
+LARGEST = ("logprob_gap_max", "staleness_max")  # the steps' largest value is reported
 SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
     *("moe_aux_loss", "moe_z_loss"),
@@ -81,7 +81,7 @@ async def publish_supervised(ctx: IterationContext) -> PublishRecord:
 
 
 async def _shown(ctx: IterationContext, metrics: dict[str, float]) -> Manifest:
-    """Log the iteration. Returns its manifest, made meanwhile: that of an earlier attempt if it has committed one."""
+    """Log the iteration, and make its manifest meanwhile; returns the manifest, an earlier attempt's if that was committed."""
     with only_first_error():
         async with asyncio.TaskGroup() as beside:
             made = beside.create_task(asyncio.to_thread(_manifest, ctx, metrics))
@@ -116,7 +116,7 @@ def _commit(ctx: IterationContext, made: Manifest) -> PublishRecord:
 
 
 def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
-    """The evaluation that the iteration made of the weights that it began with."""
+    """The iteration's evaluation of the weights that it started with."""
     record = ctx.records.get("evaluate_before")
     if record is None:
         return None
@@ -125,9 +125,9 @@ def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
 
 
 async def count_beside(ctx: IterationContext) -> None:
-    """Count the fixed batch and show it while it is trained. What fails here is done again by `publish`.
+    """Count the fixed batch and show it while it is trained. `publish` repeats it if it fails here.
 
-    And import what draws, before a picture is due.
+    It also imports the drawing library before a picture is due.
     """
     with contextlib.suppress(MillraceError, *report.NOT_SHOWN):
         ctx.counted = await asyncio.to_thread(_count, ctx)
@@ -137,7 +137,7 @@ async def count_beside(ctx: IterationContext) -> None:
 
 
 async def draw_beside(ctx: IterationContext) -> None:
-    """Draw the curves while weights are synced, where `publish` is to show them and nothing that they show is left to be measured."""
+    """Draw the curves while weights are synced, if `publish` will show them and all their metrics are known."""
     if ctx.counted and report.shows_curves(ctx) and not evaluates_after(ctx.config, ctx.index + 1):
         await report.draw_curves(
             ctx, {**ctx.counted.metrics, **_train_metrics(ctx.records["train_step"]["steps"])}
@@ -145,7 +145,7 @@ async def draw_beside(ctx: IterationContext) -> None:
 
 
 def _figures(ctx: IterationContext) -> tuple[dict[str, float], BatchFigures]:
-    """Every figure of the iteration, by name: the same names in MLflow, the artifacts and the manifest. And what of them is the batch's."""
+    """Every metric of the iteration, by its name in MLflow, artifacts and manifest; and the metrics of the batch."""
     records = ctx.records
     counted = ctx.counted or _count(ctx)
     check_closes(counted.account, IterationFiles(ctx.run_folder, ctx.index), ctx.run_folder)
@@ -162,7 +162,7 @@ def _figures(ctx: IterationContext) -> tuple[dict[str, float], BatchFigures]:
 
 
 def _supervised_figures(ctx: IterationContext) -> dict[str, float]:
-    """Every figure of a supervised iteration, by name."""
+    """Every metric of a supervised iteration, by name."""
     trained = _train_metrics(ctx.records["train_step"]["steps"])
     metrics = {name: value for name, value in trained.items() if name.split("/")[1] in SUPERVISED}
     metrics.update(curriculum_metrics(ctx.records["sample_supervised"]))
@@ -173,7 +173,7 @@ def _supervised_figures(ctx: IterationContext) -> dict[str, float]:
 
 
 def _count(ctx: IterationContext) -> BatchFigures:
-    """The figures of what was generated, scored and chosen, and the account, from one reading of the parts."""
+    """The metrics of generated, scored and chosen samples, and the account, from one reading of the parts."""
     records, files = ctx.records, IterationFiles(ctx.run_folder, ctx.index)
     rollouts, turns = (_parts(ctx, kind, records["rollout"], READ[kind]) for kind in ("rollouts", "turns"))
     rewards = _parts(ctx, "rewards", records["reward"], READ["rewards"])
@@ -199,7 +199,7 @@ def _count(ctx: IterationContext) -> BatchFigures:
 
 
 def _without_advantage(advantages: pa.ChunkedArray) -> int | None:
-    """How many samples there are, where the advantages of all are 0; None where they are not, or the trainer computes them by token."""
+    """Number of samples, if the advantages of all are 0; None if not, or if the trainer computes them by token."""
     largest = pc.max(pc.abs(advantages)).as_py()
     return len(advantages) if largest is not None and largest <= ZERO_VARIANCE else None
 
@@ -207,13 +207,13 @@ def _without_advantage(advantages: pa.ChunkedArray) -> int | None:
 def _parts(
     ctx: IterationContext, kind: str, record: RolloutRecord | RewardRecord, columns: list[str]
 ) -> pa.Table:
-    """The parts that a record names; those of an earlier release's record are all in the folder."""
+    """The parts that a record names; all parts of the folder for records of earlier releases, which name none."""
     entries = recorded(record["files"], ctx.folder.url) if "files" in record else None
     return read_parts(ctx.folder, kind, kind, columns=columns, entries=entries)
 
 
 def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
-    """Means over the iteration's steps, of maxima the largest; the learning rate and version are the last step's."""
+    """Means over the iteration's steps, and the largest of maxima; learning rate and version are the last step's."""
     numbers: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
@@ -223,7 +223,8 @@ def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
     for name in LARGEST:
         if name in numbers:
             metrics[f"train/{name}"] = max(numbers[name])
-    if "lr" in steps[-1]:  # else it was not trained
+    # without "lr" nothing was trained
+    if "lr" in steps[-1]:
         metrics["train/lr"] = steps[-1]["lr"]
     metrics["train/version"] = steps[-1]["version"]
     return metrics

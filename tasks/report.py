@@ -1,6 +1,6 @@
-"""What people look at: the curves in trackers, and the artifacts and log on Prefect's pages.
+"""Output for users: the curves in trackers, and the artifacts and log on Prefect's pages.
 
-Owns their names and when they are sent; tasks/pages makes what they show. Artifact keys carry the run's identity, so each run
+Owns their names and when they are sent; tasks/pages makes their content. Artifact keys carry the run's identity, so each run
 has its own artifacts, also beside one of its name under another storage root. Iterations count from 1.
 """
 
@@ -41,9 +41,9 @@ from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 5.0  # of a rollout, on its page
-LINE_EVERY_S = 30.0  # of a rollout, in the log
-NOT_SHOWN = (httpx.HTTPError, PrefectException)  # what Prefect's server has not taken
+PROGRESS_EVERY_S = 5.0  # between updates of a rollout's progress on its page
+LINE_EVERY_S = 30.0  # between lines of a rollout's progress in the log
+NOT_SHOWN = (httpx.HTTPError, PrefectException)  # errors of Prefect's server, which then shows nothing
 REWARDS_BY_GROUP = (
     "select group_id, count(*) as samples, min(reward) as least, max(reward) as most, any_value(prompt) as prompt "
     "from batches where iteration = {iteration} group by group_id order by most desc, group_id"
@@ -64,7 +64,7 @@ SUPERVISED_LINE = (
 
 
 async def open_tracking(runtime: Runtime, run_id: str | None) -> str | None:
-    """Start the run in its trackers, or go on with it, and show it on the page of the flow run; returns MLflow's id.
+    """Start or resume the run in its trackers, and show it on the page of the flow run; returns MLflow's id.
 
     run_id: of the MLflow run, as far as there is one.
     """
@@ -75,7 +75,8 @@ async def open_tracking(runtime: Runtime, run_id: str | None) -> str | None:
         folder.store.url, folder.identity(runtime.run_id), run_id, iteration_number(first) if first else 0
     )
     tags = {"prefect.flow_run_id": flow_run.id or "", "prefect.flow_run_url": flow_run.ui_url or ""}
-    tags["mlflow.note.content"] = _description(runtime)  # MLflow's pages show it as the run's description
+    # MLflow's pages show it as the run's description
+    tags["mlflow.note.content"] = _description(runtime)
     await asyncio.to_thread(tracking.describe, config.model_dump(mode="json"), tags)
     await asyncio.to_thread(_read_curves, runtime)
     await tracking.page.tag(run_tags(config))
@@ -88,7 +89,7 @@ async def open_tracking(runtime: Runtime, run_id: str | None) -> str | None:
 
 
 async def close_tracking(runtime: Runtime) -> None:
-    """Show the run as it ended, and mark it as finished."""
+    """Show the run's final state, and mark it as finished."""
     await _show_run(runtime, runtime.config.run.iterations)
     log.info("run %s is complete: %d iterations", runtime.config.run.name, runtime.config.run.iterations)
     await asyncio.to_thread(runtime.tracking.finish)
@@ -119,14 +120,14 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
 
 
 def shows_curves(ctx: IterationContext) -> bool:
-    """Whether the iteration shows the picture of the curves: the last one, and where a checkpoint is due unless the newest is new."""
+    """Whether the iteration shows the picture of the curves: the last one, and iterations that save, if it is old."""
     number, config = iteration_number(ctx.index), ctx.config
     is_due = due(number, config.checkpoint.every) and ctx.runtime.tracking.picture_is_old()
     return is_due or number == config.run.iterations
 
 
 async def draw_curves(ctx: IterationContext, metrics: Mapping[str, float | None]) -> None:
-    """Draw the picture that the iteration is to show. metrics: what is known of it, those of the picture among them."""
+    """Draw the picture that the iteration is to show. metrics: known so far, including all of the picture's."""
     curves = ctx.runtime.tracking.curves
     known = {name: value for name, value in metrics.items() if value is not None}
     curves.add(known, iteration_number(ctx.index))
@@ -134,7 +135,7 @@ async def draw_curves(ctx: IterationContext, metrics: Mapping[str, float | None]
 
 
 async def batch(ctx: IterationContext, account: Account) -> None:
-    """Some of the iteration's samples, and what became of its tokens, on its page."""
+    """Show some of the iteration's samples, and what became of its tokens, on its page."""
     about = f"Samples of {_name(ctx)}"
     systems = {source.name: source.system for source in ctx.config.data.sources if source.system}
     most = ctx.config.tracking.samples
@@ -146,7 +147,7 @@ async def batch(ctx: IterationContext, account: Account) -> None:
 
 
 async def _show_run(runtime: Runtime, done: int) -> None:
-    """How far the run is, and what it learnt and spent so far, on its page."""
+    """Show the run's progress, results and cost so far on its page."""
     config, tracking = runtime.config, runtime.tracking
     text = run_text(f"{config.run.name}: {done} of {config.run.iterations}", tracking.curves, _links(runtime))
     progress = 100 * done / config.run.iterations
@@ -157,7 +158,7 @@ async def _show_run(runtime: Runtime, done: int) -> None:
 
 
 async def _show_curves(runtime: Runtime, picture: bytes, number: int) -> None:
-    """The picture of the curves, on the page of the run."""
+    """Show the picture of the curves on the run's page."""
     image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
     await runtime.tracking.page.show(
         _key(runtime, "curves"), "image", image, f"Curves after iteration {number}"
@@ -167,7 +168,7 @@ async def _show_curves(runtime: Runtime, picture: bytes, number: int) -> None:
 async def rollout_progress(ctx: IterationContext) -> None:
     """Show how many samples are generated while rollouts run, every few seconds; returns when the batch is filled.
 
-    A rollout that is over sooner shows nothing. What Prefect does not take is left out: it is shown again soon.
+    A short rollout shows nothing. An update that Prefect's server does not take is dropped: the next one follows soon.
     """
     assert ctx.stream is not None
     shown_at, artifact, revision = time.monotonic(), None, 0
@@ -200,7 +201,7 @@ async def rollout_progress(ctx: IterationContext) -> None:
 
 
 def _read_curves(runtime: Runtime) -> None:
-    """The figures of iterations that earlier drivers made, and of the evaluation before training."""
+    """Read the metrics of iterations of earlier drivers, and of the evaluation before training."""
     runtime.tracking.curves.read(runtime.run_folder)
     files = IterationFiles(runtime.run_folder, 0)
     if evaluated := files.record("evaluate_before"):
@@ -210,7 +211,7 @@ def _read_curves(runtime: Runtime) -> None:
 
 
 def _description(runtime: Runtime) -> str:
-    """What a run trains on what, and where it is: Markdown."""
+    """A run's model, data and folder as Markdown."""
     config = runtime.config
     learns = "supervised" if config.algorithm.supervised else f"preset {config.algorithm.preset}"
     sources = ", ".join(f"`{source.name}`" for source in config.data.sources)
@@ -226,7 +227,7 @@ def _description(runtime: Runtime) -> str:
 
 
 def _links(runtime: Runtime, ctx: IterationContext | None = None) -> dict[str, str]:
-    """Where more is to be seen of a run, or of one of its iterations."""
+    """Links to more about a run, or about one of its iterations."""
     files = ctx.folder.url if ctx else runtime.run_folder.store.url
     links = {"files": f"`{files}`"}
     for name, link in runtime.tracking.links().items():
@@ -235,7 +236,7 @@ def _links(runtime: Runtime, ctx: IterationContext | None = None) -> dict[str, s
 
 
 def _hint(runtime: Runtime, name: str) -> str:
-    """How to start what shows a tracker's curves; nothing where it has a server."""
+    """How to start the server of a tracker's page; empty if it has a server."""
     mlflow = runtime.tracking.mlflow
     if name == "mlflow" and mlflow and not is_server(mlflow.uri):
         return "; `millrace ui` starts the server of this page"
@@ -247,7 +248,7 @@ def _name(ctx: IterationContext) -> str:
 
 
 def _headline(metrics: dict[str, float], supervised: bool = False) -> str:
-    """The figures of the iteration's log line."""
+    """The metrics of the iteration's log line."""
     line = SUPERVISED_LINE if supervised else LINE
     shown = [f"{label} {_shown(name, metrics)}" for label, name in line if name in metrics]
     for name, value in metrics.items():
@@ -263,7 +264,8 @@ def _headline(metrics: dict[str, float], supervised: bool = False) -> str:
 
 def _shown(name: str, metrics: dict[str, float]) -> str:
     if name == "train/logprob_gap_mean" and metrics.get("train/logprob_gap_share") == 0:
-        return "not measured"  # all tokens are of older weights
+        # all tokens are of older weights
+        return "not measured"
     return _figure(metrics[name])
 
 
@@ -274,7 +276,7 @@ def _figure(value: float) -> str:
 def warn_without_gradient(ctx: IterationContext, without_advantage: int | None) -> None:
     """Warn if the rewards of the iteration give no gradient, with the query that shows why.
 
-    without_advantage: samples of its batch, where the advantages of all are 0.
+    without_advantage: samples of its batch, if the advantages of all are 0.
     """
     reason = _without_gradient(ctx, without_advantage)
     if reason:
@@ -287,7 +289,7 @@ def warn_without_gradient(ctx: IterationContext, without_advantage: int | None) 
 
 
 def _without_gradient(ctx: IterationContext, without_advantage: int | None) -> str:
-    """Why an iteration learns nothing from its rewards; empty if it does."""
+    """Why an iteration has no gradient from its rewards; empty if it has one."""
     if without_advantage is not None:
         return f"all {without_advantage} advantages are 0, as they are where the rewards of a group are equal"
     if ctx.config.pipeline.rollouts_only:
@@ -297,7 +299,7 @@ def _without_gradient(ctx: IterationContext, without_advantage: int | None) -> s
 
 
 async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
-    """Log an evaluation that is no part of the iteration whose weights it is of."""
+    """Log an evaluation that ran outside of the iteration that made its weights."""
     metrics, done = evaluation_metrics(record), record["done"]
     log.info("%s: %s", f"after iteration {done}" if done else "before training", _headline(metrics))
     await runtime.tracking.log_metrics(metrics, done)

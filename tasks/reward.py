@@ -1,7 +1,8 @@
 """reward: score samples as their parts land, in worker processes that can be killed, and ask a served teacher about them.
 
-Reads rollout parts; writes one reward part for each. A sample whose scoring failed or timed out has no reward and
-says why: that is not a zero. The same holds for one that the teacher gave no answer about. It is scored again at the next start, as long as the iteration's batch is not fixed.
+Reads rollout parts; writes one reward part for each. A sample whose scoring failed or timed out has no reward but a reason:
+that is not a zero. The same holds for a sample that the teacher gave no answer about. It is scored again at the next start, as
+long as the iteration's batch is not fixed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from millrace.tasks.samples.teaching import Taught, ask_teacher
 
 OUTCOME = ["sample_id", "scoring", "reason"]  # columns
 UNSCORED: tuple[Scoring, ...] = ("failed", "timed_out")
-BEFORE_BATCH = {"evaluate_before", "sample_prompts", "rollout", "reward"}  # tasks that do not know the batch
+# tasks that run before the batch is known
+BEFORE_BATCH = {"evaluate_before", "sample_prompts", "rollout", "reward"}
 log = logging.getLogger(__name__)
 
 
@@ -45,14 +47,14 @@ log = logging.getLogger(__name__)
 async def reward(ctx: IterationContext) -> RewardRecord:
     """Score until the filter has settled; the record counts outcomes and seconds.
 
-    Raises BudgetError if too many could not be scored. What was scored is stored by then, and so are the reasons.
-    Scores that samples of deferred groups have from the iteration before are taken over.
+    Raises BudgetError if too many could not be scored. Scores and reasons are stored by then.
+    Samples of deferred groups keep their scores from the previous iteration.
     """
     return await (ctx.shards.reward() if ctx.shards else score_landing(ctx))
 
 
 async def score_landing(ctx: IterationContext) -> RewardRecord:
-    """Score this process's samples as they land: on the driver all of them, in a shard those of its groups."""
+    """Score this process's samples as they land: all samples on the driver, its groups' samples in a shard."""
     assert ctx.stream is not None
     stored = _own_rows(ctx, await asyncio.to_thread(ctx.stored_parts, "rewards", [*OUTCOME, "group_id"]))
     await asyncio.to_thread(ctx.start_parts, "rewards")
@@ -62,7 +64,8 @@ async def score_landing(ctx: IterationContext) -> RewardRecord:
     budget.check()
     listed = await asyncio.to_thread(ctx.listed_parts, "rollouts")
     if listed:
-        await ctx.stream.until_joined()  # they may hold samples that were scored before they were deferred
+        # deferred groups may hold samples that were scored before
+        await ctx.stream.until_joined()
     ctx.stream.add_listed("rollouts", listed)
     parts: set[str] = set()
     units = ScoringUnits(ctx.config.rollout.samples_per_prompt, lambda row: _by_group(ctx, row))
@@ -94,7 +97,7 @@ async def score_landing(ctx: IterationContext) -> RewardRecord:
 
 
 async def take_back_failures(ctx: IterationContext) -> None:
-    """Before the tasks that stream: have an iteration's failed and timed-out samples scored again, unless its batch is fixed.
+    """Before the streaming tasks: mark failed and timed-out samples for another scoring, unless the batch is fixed.
 
     A group that one call scores is scored again as a whole: a call for some of its samples would compare these alone.
     The parts that hold them are replaced by parts without them. The records of rollout and reward go first: with other
@@ -106,10 +109,12 @@ async def take_back_failures(ctx: IterationContext) -> None:
 def _take_back(ctx: IterationContext) -> None:
     recorded = IterationFiles(ctx.run_folder, ctx.index).recorded_tasks()
     if not set(recorded) <= BEFORE_BATCH or ctx.folder.exists(CUT):
-        return  # the batch is fixed, or which groups it holds
+        # the batch is fixed, or at least its groups
+        return
     whole: dict[str, list[ScoredSample]] = {}
     for path in list_parts(ctx.folder, "rewards"):
-        with contextlib.suppress(CorruptFileError):  # the task removes it
+        # the task removes a broken part
+        with contextlib.suppress(CorruptFileError):
             table = ctx.folder.read_table(path, "rewards")
             whole[path] = [ScoredSample(**row) for row in table.to_pylist()]
     failed = {row.group_id for rows in whole.values() for row in rows if row.scoring in UNSCORED}
@@ -120,7 +125,7 @@ def _take_back(ctx: IterationContext) -> None:
     def again(row: ScoredSample) -> bool:
         return row.scoring in UNSCORED or row.group_id in as_one
 
-    # a part with a failure is the last to go: it is what the next start knows the group by
+    # a part with a failure is removed last: the next start finds the group by it
     changed = sorted(
         (path for path, rows in whole.items() if any(map(again, rows))),
         key=lambda path: any(row.scoring in UNSCORED for row in whole[path]),
@@ -143,10 +148,11 @@ def _take_back(ctx: IterationContext) -> None:
 
 
 def _rows_of_parts(ctx: IterationContext) -> list[Unscored]:
-    """All samples that the iteration generated, as far as a reward reads them."""
+    """All samples that the iteration generated, with the columns that a reward reads."""
     rows: list[Unscored] = []
     for path in list_parts(ctx.folder, "rollouts"):
-        with contextlib.suppress(CorruptFileError):  # the rollout task removes it
+        # the rollout task removes a broken part
+        with contextlib.suppress(CorruptFileError):
             rows += _read_unscored(ctx, path)
     return rows
 
@@ -179,7 +185,7 @@ def _by_group(ctx: IterationContext, row: Unscored) -> bool:
 
 
 async def _score(ctx: IterationContext, rows: Sequence[Unscored]) -> list[ScoredSample]:
-    """The scores of one unit, and what the teacher answered meanwhile."""
+    """The scores of one unit, and the teacher's answers."""
     results, taught = await asyncio.gather(
         _results(ctx, rows),
         asyncio.gather(*(ask_teacher(ctx.runtime.teacher, ctx.runtime.hints, row) for row in rows)),
@@ -203,7 +209,7 @@ def _row(row: Unscored, result: Score, taught: Taught) -> ScoredSample:
         reward=result.reward,
         reward_parts=result.parts,
         scoring=result.scoring,
-        # one that was scored, or skipped because its generation failed, has the reason of its generation, if any
+        # a sample that was scored, or skipped because its generation failed, has the reason of its generation, if any
         reason=row["reason"] if result.reason is None else result.reason,
         scoring_s=result.seconds,
         samples=row["samples"],
@@ -221,7 +227,7 @@ def _row(row: Unscored, result: Score, taught: Taught) -> ScoredSample:
 async def _score_all(
     ctx: IterationContext, units: Sequence[Sequence[Unscored]], budget: FailureBudget
 ) -> list[ScoredSample]:
-    """The units' scores, in order; once the budget is spent, of those units that have theirs by then."""
+    """The units' scores, in order; once the budget is spent, only of units that are scored by then."""
     running = [asyncio.create_task(_score(ctx, unit)) for unit in units]
     try:
         for finished in asyncio.as_completed(running):
@@ -242,7 +248,7 @@ def _count(budget: FailureBudget, sample_id: str, scoring: Scoring, reason: str 
 
 
 def reward_budget(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = ()) -> FailureBudget:
-    """Counts samples that could not be scored, those among the stored ones first. stored: with the columns OUTCOME."""
+    """Counts samples that could not be scored, starting with the stored ones. stored: with the columns OUTCOME."""
     config = ctx.config
     cause = config.reward.function
     if config.algorithm.teacher_server:

@@ -2,8 +2,8 @@
 
 Reads prompts.parquet and the parts already there; writes rollouts/part-*.parquet as samples finish. Generates only samples
 that no part holds. A sample's seed follows from its place in the run, so a sample generated again is the same sample.
-Rollouts of several turns append turns/part-*.parquet as they go on, and so do long answers with rollout.flush_tokens. Both are
-taken up where those end.
+Rollouts of several turns append turns/part-*.parquet as they proceed, and so do long answers with rollout.flush_tokens. Both
+resume after the last stored row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from millrace.tasks.samples.part_writer import WAIT_S, PartWriter
 from millrace.tasks.sessions.record import stored_events
 from millrace.tasks.sessions.runner import MadeSample, session_task
 
-SEGMENTS_WAIT_S = 1.0  # of answers under way: few parts, and nobody waits for them
+SEGMENTS_WAIT_S = 1.0  # segments of unfinished answers wait this long: few parts, and nobody waits for them
 FAILURE = ["sample_id", "status", "reason"]  # columns
 POINTS = {"rollouts": "rollout", "turns": "turns"}  # kill points
 
@@ -50,7 +50,7 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
 
 
 async def generate(ctx: IterationContext) -> RolloutRecord:
-    """Generate this process's share of the groups: on the driver all of them, in a shard its own."""
+    """Generate this process's share of the groups: all groups on the driver, its own in a shard."""
     assert ctx.stream is not None
     started = time.perf_counter()
     groups = await asyncio.to_thread(_read_groups, ctx)
@@ -86,7 +86,7 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
 
 
 async def defer(ctx: IterationContext) -> list[FileRecord]:
-    """Write what the cut defers, where shards have generated: from what they stored. Files about groups that were deferred."""
+    """Write the groups that the cut defers, from the rows that shards stored. Returns the files about deferred groups."""
     assert ctx.stream is not None
     if not await asyncio.to_thread(is_cut, ctx):
         joined = await ctx.stream.until_joined()
@@ -100,10 +100,10 @@ Begin = Callable[[DrawnGroup], None]
 
 
 async def _until_settled(ctx: IterationContext, drawn: list[DrawnGroup], begin: Begin) -> None:
-    """Begin groups as they are released, until the filter has settled.
+    """Start released groups until the filter has settled.
 
-    What was deferred to the iteration is among the first of the draw; where those that finish first are trained, it is begun
-    beside them, as soon as the iteration before has deferred it.
+    Groups deferred to the iteration come first in the batch. With pipeline.select=finish they start beside the drawn groups, as
+    soon as the previous iteration has deferred them.
     """
     assert ctx.stream is not None
     beside = await asyncio.to_thread(is_cut, ctx)
@@ -118,7 +118,8 @@ async def _until_settled(ctx: IterationContext, drawn: list[DrawnGroup], begin: 
         for group in groups[begun : ctx.stream.released]:
             begin(group)
             begun += 1
-            await asyncio.sleep(0)  # its requests go out; thousands at once would hold up the loop
+            # let requests go out: thousands at once would block the event loop
+            await asyncio.sleep(0)
         await ctx.stream.wait(revision)
 
 
@@ -129,7 +130,7 @@ def _begin(
     finished: set[str],
     group: DrawnGroup,
 ) -> None:
-    """Begin the samples of a group of this process's share that no part holds."""
+    """Start the samples of a group of this process's share that no part holds."""
     if group.unusable is None and ctx.share.holds(group.ordinal):
         for index in range(ctx.config.rollout.samples_per_prompt):
             if sample_id(group.group_id, index) not in finished:
@@ -137,18 +138,20 @@ def _begin(
 
 
 def _deferral(ctx: IterationContext, make: Answers | Rollouts, drawn: list[DrawnGroup]) -> list[FileRecord]:
-    """Files about groups that were deferred to the iteration and by it, with the samples that the cut ended."""
+    """Files about groups deferred to the iteration and by it, with the samples that the cut ended."""
     entries = list(ctx.stream.joined.files) if ctx.stream and ctx.stream.joined else []
     cut = read_cut(ctx)
     if cut:
-        entries.append(ctx.folder.entry(CUT))  # it has had its effect, and may not be made again
+        # the cut has had its effect, and must not be made again
+        entries.append(ctx.folder.entry(CUT))
     if cut and cut.deferred:
         stored = read_parts(ctx.folder, "rollouts", "rollouts")
         of_them = stored.filter(pc.is_in(stored.column("group_id"), pa.array(list(cut.deferred))))
         groups = [*(ctx.stream.joined.groups if ctx.stream and ctx.stream.joined else ()), *drawn]
         known = {*of_them.column("sample_id").to_pylist(), *(row.sample_id for row in make.begun)}
         left = [
-            make.left(group, index)  # a kill ended it after the cut
+            # a kill ended it after the cut
+            make.left(group, index)
             for group in groups
             if group.group_id in cut.deferred
             for index in range(ctx.config.rollout.samples_per_prompt)
@@ -164,7 +167,7 @@ def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
 
 
 def sample_generator(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = ()) -> SampleGenerator:
-    """The iteration's generator. stored: what an earlier attempt did, with the columns FAILURE."""
+    """The iteration's generator. stored: rows of an earlier attempt, with the columns FAILURE."""
     config = ctx.config
     return SampleGenerator(
         config,
@@ -178,7 +181,7 @@ def sample_generator(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] 
 
 
 def rollout_budget(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = ()) -> FailureBudget:
-    """Counts samples that fail to generate, those among the stored ones first."""
+    """Counts samples that fail to generate, starting with the stored ones."""
     config = ctx.config
     budget = FailureBudget(
         "rollout.max_failed_share",
@@ -197,7 +200,7 @@ def rollout_budget(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = 
 
 
 async def _maker(ctx: IterationContext, generator: SampleGenerator) -> Answers | Rollouts:
-    """What makes a sample: one answer of an engine, or a rollout of several turns."""
+    """The maker of samples: one answer of an engine, or a rollout of several turns."""
     turns = await asyncio.to_thread(ctx.stored_parts, "turns")
     stored = [TurnRow(**row) for row in turns.to_pylist()]
     if ctx.config.rollout.session is None:
@@ -207,7 +210,7 @@ async def _maker(ctx: IterationContext, generator: SampleGenerator) -> Answers |
 
 
 class Rollouts:
-    """Makes rollouts of several turns, each of one sample or of as many as it has branches."""
+    """Makes rollouts of several turns, each of one sample, or of a sample for each branch."""
 
     def __init__(self, ctx: IterationContext, generator: SampleGenerator, stored: Sequence[TurnRow]) -> None:
         """stored: turns of an earlier attempt."""
@@ -215,19 +218,19 @@ class Rollouts:
         self._runner = ctx.runtime.sessions.runner(ctx.config.rollout.sampling, generator, ctx.share)
         self._samples, self._turns = (row_writer(ctx, kind, generator) for kind in ("rollouts", "turns"))
         self._stored = stored_events(stored)
-        self.begun: list[GeneratedSample] = []  # none is cut
+        self.begun: list[GeneratedSample] = []  # no rollout is cut
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Turns and samples are written meanwhile, and all of them at the end."""
+        """Write turns and samples in the background, and all of them on leaving."""
         async with self._samples.open(), self._turns.open():
             yield
 
     def store_begun(self, groups: Collection[str]) -> None:
-        """Nothing: no rollout is cut."""
+        """Does nothing: no rollout is cut."""
 
     def left(self, group: DrawnGroup, index: int) -> GeneratedSample | None:
-        """None: no rollout is cut."""
+        """Always None: no rollout is cut."""
         return None
 
     async def __call__(self, group: DrawnGroup, index: int) -> None:
@@ -256,7 +259,7 @@ def row_writer(
     generator: SampleGenerator,
     wait_s: float = WAIT_S,
 ) -> PartWriter:
-    """Writes at once when no answer is outstanding."""
+    """A writer that writes at once when no answer is outstanding."""
 
     async def landed(entry: FileEntry) -> None:
         await kill_point(ctx.index, POINTS[kind], "in")

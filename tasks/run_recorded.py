@@ -1,7 +1,7 @@
-"""The rule of records: a task whose record is committed never runs again (but see `take_back_failures` of reward).
+"""The rule of records: a task whose record is committed never runs again (except for `take_back_failures` of reward).
 
 A record lies in the run's own folder, at `<run>/iterations/NNNNNN/results/<task>.json`; millrace.core.contracts.task_records
-says what each holds. Which failures are worth a retry is decided here as well.
+says what each holds. Also decides which failures are worth a retry.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 Record = TypeVar("Record")
 
 
-STALLS = 2  # tries of a task that may end in one: what was ended is built again once
+STALLS = 2  # tries of a task that may stall: ended parts are rebuilt once
 
 
 def may_help(_task: Any, task_run: Any, state: Any) -> bool:
-    """Whether a retry can help. Of several failures, one that lasts decides. A stall that came again comes again."""
+    """Whether a retry can help. A lasting failure among several rules it out, and so does a repeated stall."""
     again = not isinstance(first_error(state.data), StalledError) or task_run.run_count < STALLS
     return bool(again and not _lasts(state.data))
 
@@ -56,12 +56,13 @@ async def run_recorded(
 ) -> Record:
     """Run a task unless its record is committed. Puts record and wall time into the context and returns the record.
 
-    Raises StorageError if the record cannot be read or written. Prefect alone would run the task again, or go on.
+    Raises StorageError if the record cannot be read or written. Prefect alone would run the task again, or continue.
     """
     started = time.perf_counter()
     beat()
     await kill_point(ctx.index, task.name, "before")
-    if ctx.folder.fence:  # trainer and engines are another driver's where the lease is
+    # behind another driver's lease, trainer and engines are that driver's
+    if ctx.folder.fence:
         await asyncio.to_thread(ctx.folder.fence.check)
     path = record_path(task.name)
     await asyncio.to_thread(_check_found, ctx, task.name)
@@ -74,7 +75,8 @@ async def run_recorded(
     except ActorLostError as error:
         error.remedy = error.remedy or after_tries(task.retries + 1)
         raise
-    if not await asyncio.to_thread(ctx.folder.exists, path):  # Prefect only logs that it could not write it
+    # Prefect only logs that it could not write it
+    if not await asyncio.to_thread(ctx.folder.exists, path):
         await asyncio.to_thread(ctx.run_folder.store.check_writable)
         raise StorageError(
             f"cannot write: the record of {task.name} is missing after it was written",
@@ -97,9 +99,9 @@ def after_tries(tries: int) -> str:
 
 
 def _check_found(ctx: IterationContext, task: str) -> None:
-    """Remove a record that is not what was written, so that the task runs again; check the files that a whole one names.
+    """Remove a corrupt record, so that the task runs again; check the files that a whole record names.
 
-    Raises MissingFileError or CorruptFileError for a file that is gone or changed since the record was committed.
+    Raises MissingFileError or CorruptFileError for a file that is missing or changed since the record was committed.
     """
     files = IterationFiles(ctx.run_folder, ctx.index)
     try:

@@ -30,7 +30,7 @@ from millrace.tasks.kill_points import kill_point
 
 
 def reserve_size(ctx: IterationContext) -> int:
-    """Groups drawn beyond the batch, to stand in for dropped ones."""
+    """Groups drawn beyond the batch, to replace dropped ones."""
     config = ctx.config
     return round(config.filter.refill_factor * config.rollout.prompts)
 
@@ -72,7 +72,7 @@ def add_curriculum(ctx: IterationContext, record: CurriculumRecord) -> None:
 
 
 def _buffer(ctx: IterationContext) -> Buffer | None:
-    """What the committed iterations leave to be reused; None without a buffer."""
+    """The buffer after the committed iterations; None without a buffer."""
     settings = ctx.config.rollout.buffer
     if settings is None:
         return None
@@ -94,7 +94,7 @@ def _reused(ctx: IterationContext, buffer: Buffer) -> list[ReusedGroup]:
 def wanted(ctx: IterationContext, reused: int = 0) -> int:
     """How many groups generate from the start. reused: groups of the batch that are not drawn.
 
-    With pipeline.select=finish more than the batch needs; what was deferred is under way already, and takes the place of as many.
+    With pipeline.select=finish these are more than the batch needs, less the deferred groups, which are in flight already.
     """
     pipeline, prompts = ctx.config.pipeline, ctx.config.rollout.prompts
     if pipeline.select == "draw":
@@ -105,7 +105,7 @@ def wanted(ctx: IterationContext, reused: int = 0) -> int:
 
 
 def _released(ctx: IterationContext, index: int) -> int:
-    """Groups that an iteration which is open began of its own draw."""
+    """Groups that an open iteration released from its draw at the start."""
     record = IterationFiles(ctx.run_folder, index).record("sample_prompts")
     assert record is not None, "iterations draw in turn"
     released: int = record.get("released", ctx.fresh_groups)
@@ -115,9 +115,9 @@ def _released(ctx: IterationContext, index: int) -> int:
 def draw_groups(
     ctx: IterationContext, need: int, reserve: int
 ) -> tuple[list[DrawnGroup], list[Read], dict[str, int]]:
-    """The groups that the ledger gives this iteration, each one's row, and how many of the first `need` each source gave.
+    """The groups that the ledger gives this iteration, their rows, and the count of the first `need` groups by source.
 
-    A row that proves unusable takes no place: one more is drawn for it.
+    For each unusable row, one more group is drawn.
     """
     ledger, dataset = ctx.runtime.prompts.ledger_before(ctx.index), ctx.runtime.prompts.dataset
     read: list[Read] = []
@@ -137,7 +137,7 @@ def draw_groups(
 
 
 def _group(ctx: IterationContext, draw: Draw, source: str, level: int | None, item: Read) -> DrawnGroup:
-    """A row of prompts.parquet. Of an unusable row it has the start of what stands there, as text."""
+    """A row of prompts.parquet. For an unusable row it has the start of its content as text."""
     if isinstance(item, Quarantined):
         row, tokens = PromptRow(source, item.row, prompt_id(source, item.row, item.excerpt), item.excerpt), []
     else:

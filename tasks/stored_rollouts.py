@@ -1,7 +1,7 @@
-"""take_rollouts: copy what another run stored of an iteration up to its filter (pipeline.rollouts_from).
+"""take_rollouts: copy another run's files of an iteration up to its filter (pipeline.rollouts_from).
 
-Copies the prompts, samples, turns and rewards that the other run's manifest names, each checked, then the records of the tasks that
-made them. What is there already is compared and kept: a start after a kill copies what is missing.
+Copies the prompts, samples, turns and rewards that the other run's manifest names, each checked, then the records of the tasks
+that made them. Existing files are compared and kept: a start after a kill copies the missing ones.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ FOLDERS = ("rollouts/", "turns/", "rewards/")
     persist_result=False,
 )
 async def take_rollouts(ctx: IterationContext) -> None:
-    """Bring the iteration to where its filter begins: files and records in its folder, the records in the context.
+    """Bring the iteration to the start of its filter: files and records in its folder, the records in the context.
 
-    Raises StorageError if the other run has no such iteration, or a file is not as its manifest names it.
+    Raises StorageError if the other run has no such iteration, or a file differs from its manifest.
     """
     if not await asyncio.to_thread(ctx.folder.exists, record_path("filter")):
         await asyncio.to_thread(_take, ctx)
@@ -68,14 +68,14 @@ def _take(ctx: IterationContext) -> None:
     copied = in_threads(lambda entry: _copy(of, ctx, entry), wanted)
     counted = {path for folder in FOLDERS for path in list_parts(ctx.folder, folder.rstrip("/"))}
     if any(copied) or not counted.issuperset(entry.path for entry in wanted if entry.path != PROMPTS):
-        # a start after a kill has noted the parts that it found, and without the note those that came later count too
+        # a start after a kill has listed the parts that it found; without the list, later parts count too
         for path in list_notes(ctx.folder):
             ctx.folder.remove(path)
     in_threads(lambda entry: _copy(of, ctx, entry), [e for e in manifest.files if e.path in records])
 
 
 def _copy(source: Store, ctx: IterationContext, entry: FileEntry) -> bool:
-    """Copy a file unless it is there as it is named; whether it was copied."""
+    """Copy a file unless it exists with the named content; returns whether it was copied."""
     try:
         ctx.folder.verify(entry)
         return False

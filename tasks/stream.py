@@ -1,7 +1,7 @@
 """How rollout, reward and filter of one iteration notify each other within a process.
 
-Storage is the truth: a task that starts looks there first. What passes here are hints that a part landed, how many
-groups may be generated, and that the filter has all it needs.
+Storage is the truth: a task that starts looks there first. Notifications are hints: a part landed, so many
+groups may be generated, the filter has all it needs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from millrace.core.waits.heartbeat import beat
 from millrace.tasks.samples.scored_group import ScoredGroup
 
 Kind = Literal["rollouts", "turns", "rewards", "evaluations"]
-STREAMED: tuple[Kind, ...] = ("rollouts", "rewards")  # whose parts other tasks wait for
+STREAMED: tuple[Kind, ...] = ("rollouts", "rewards")  # other tasks wait for parts of these kinds
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What was deferred to an iteration. finished, begun: samples by id; scores: of finished ones that have theirs, by id."""
+    """Samples deferred to an iteration, by id: finished and unfinished ones, and the scores of finished ones that have one."""
 
     groups: list[DrawnGroup] = field(default_factory=list)
     finished: dict[str, GeneratedSample] = field(default_factory=dict)
@@ -41,24 +41,24 @@ class Stream:
 
     Groups are released in the order they were drawn: at first as many as the batch needs, then one more for each
     that was dropped. So the groups ever released are the shortest prefix of the draw that fills the batch,
-    whatever the order in which they finish.
+    in any order of finishing.
     """
 
     def __init__(self, released: int, joined: Joined | None = NOTHING, limit: Limit = USUAL) -> None:
-        """joined: what was deferred to the iteration; None where that is not known yet. limit: how long nothing may move in the run."""
+        """joined: what was deferred to the iteration; None if that is not known yet. limit: for waits without progress."""
         self._limit = limit
         self.released = released
         self.joined = joined
-        self.begun = False  # generating: requests go out now, or none has to
+        self.begun = False  # requests go out now, or none is needed
         self.settled = False
-        self.settled_at = float("inf")  # when it was, on the clock of time.perf_counter
+        self.settled_at = float("inf")  # time of `settle`, on the clock of time.perf_counter
         self.kept: Sequence[ScoredGroup] = ()
         self.revision = 0
         self._parts: dict[Kind, dict[str, None]] = {kind: {} for kind in get_args(Kind)}
         self._changed = asyncio.Condition()
 
     def add_listed(self, kind: Kind, paths: Iterable[str]) -> None:
-        """Add parts that a listing of storage showed. The task that lists does so before it first waits."""
+        """Add parts from a listing of storage. The listing task calls it before its first wait."""
         self._parts[kind].update(dict.fromkeys(paths))
 
     def parts(self, kind: Kind) -> list[str]:
@@ -66,7 +66,7 @@ class Stream:
         return list(self._parts[kind])
 
     async def land(self, kind: Kind, path: str) -> None:
-        """Announce a part that is whole in storage."""
+        """Announce a whole part in storage."""
         self._parts[kind][path] = None
         await self._notify()
 
@@ -77,12 +77,12 @@ class Stream:
             await self._notify()
 
     async def begin(self) -> None:
-        """Announce that rollout begins to generate, or need not."""
+        """Announce that rollout starts to generate, or need not."""
         self.begun = True
         await self._notify()
 
     async def until_begun(self) -> None:
-        """Wait until rollout begins to generate: before that, what needs the event loop delays its requests."""
+        """Wait until rollout starts to generate: earlier work on the event loop would delay its requests."""
         await self._until(lambda: self.begun, "the beginning of the rollout")
 
     async def join(self, joined: Joined) -> None:
@@ -103,7 +103,7 @@ class Stream:
             await self._notify()
 
     async def settle(self) -> None:
-        """Announce that every verdict is known: nothing more is to be generated or scored."""
+        """Announce that every verdict is known: no more generation or scoring is needed."""
         self.settled, self.settled_at = True, min(self.settled_at, time.perf_counter())
         await self._notify()
 
@@ -113,7 +113,7 @@ class Stream:
         return self.revision
 
     async def _until(self, holds: Callable[[], bool], what: str) -> None:
-        """Wait for a change after which it holds. Raises StalledError if nothing moves in the run: who was to make it is gone."""
+        """Wait for a change after which it holds. Raises StalledError if the run makes no progress."""
         await progressing(self._holds(holds), what, self._limit, heartbeat)
 
     async def _holds(self, holds: Callable[[], bool]) -> None:

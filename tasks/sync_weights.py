@@ -1,6 +1,6 @@
 """sync_weights: bring the trainer's new weights to the engines; each confirms the version before it serves again.
 
-With sync.max_prompt_gap engines and trainer are compared too.
+With sync.max_prompt_gap it also compares engines and trainer.
 """
 
 from __future__ import annotations

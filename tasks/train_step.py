@@ -2,8 +2,9 @@
 
 Reads batch.parquet (by url, in the ranks, which check its hash); writes step.json; with trainer.store_logprobs the
 ranks write logprobs/. With pipeline.eager the ranks make the passes
-chunk by chunk, and may hold those of the first chunks; the files of these are removed. The record never stands for live weights: `Trainer.at` rebuilds a
-lost trainer from checkpoint and replay, and a rank answers from memory if it holds the step already.
+chunk by chunk, and may hold gradients of the first chunks already; the chunks' files are removed. The record never stands for
+live weights: `Trainer.at` rebuilds a lost trainer from checkpoint and replay, and a rank answers from memory if it holds the
+step already.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 
 FLOOR = "logprob_gap_floor"
-TIDY_AFTER_S = 1.0  # into training: the loop only waits, and step by step no sample is in flight
+TIDY_AFTER_S = 1.0  # into training: then the loop only waits, and no sample is in flight
 
 
 @task(name="train_step", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -44,7 +45,8 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
         sleep_s = time.perf_counter() - started
         for version in range(ctx.version_before + 1, ctx.version_after + 1):
             asked = time.perf_counter()
-            ranks = await trainer.at(version - 1, ahead=1)  # a rank one step ahead answers from memory
+            # a rank one step ahead answers from memory
+            ranks = await trainer.at(version - 1, ahead=1)
             ctx.trainer_s += time.perf_counter() - asked
             first = version == ctx.version_before + 1
             # the first step compares every sample of the iteration, under the weights that sampled it
@@ -73,13 +75,13 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
 
 
 def _remove_others(ctx: IterationContext, named: Sequence[FileRecord]) -> None:
-    """Remove what an interrupted attempt left of the trainer's log-probabilities."""
+    """Remove files of the trainer's log-probabilities that an interrupted attempt left."""
     for path in set(ctx.folder.list(LOGPROBS)) - {file["path"] for file in named}:
         ctx.folder.remove(path)
 
 
 def _untrained(ctx: IterationContext, batch: FileRecord) -> TrainStepRecord:
-    """The record of steps that would have trained the batch, which nothing does: what each step's samples are, and no more."""
+    """The record of a batch that is not trained: only the samples of each step."""
     named = Counter(
         ctx.folder.read_table("batch.parquet", "batch", columns=["train_step"])["train_step"].to_pylist()
     )
@@ -94,9 +96,9 @@ def _untrained(ctx: IterationContext, batch: FileRecord) -> TrainStepRecord:
 
 
 async def hand_over(ctx: IterationContext, evaluated: asyncio.Task[None]) -> None:
-    """Once nothing is generated any more, hand shared GPUs to the trainer, beside what is left of the batch.
+    """When generation is over, hand shared GPUs to the trainer, while the batch is completed.
 
-    What fails is done again by `train_step`. evaluated: an evaluation that engines must have made before.
+    `train_step` repeats it if it fails. evaluated: an evaluation that engines must have made before.
     """
     if not ctx.config.placement.colocate:
         return
@@ -108,7 +110,7 @@ async def hand_over(ctx: IterationContext, evaluated: asyncio.Task[None]) -> Non
 
 
 def _guard(ctx: IterationContext) -> LogprobGuard:
-    """What engine and trainer are held against: the limit that is set, or the rounding floor of the iteration before."""
+    """The limit on the difference of engine and trainer: the configured one, or from the previous iteration's rounding floor."""
     limit = ctx.config.sync.max_logprob_gap
     if limit != "auto":
         return LogprobGuard(limit)
@@ -119,18 +121,18 @@ def _guard(ctx: IterationContext) -> LogprobGuard:
 
 
 def _keep_floor(ctx: IterationContext, steps: Sequence[Mapping[str, Any]]) -> None:
-    """For the iterations that follow."""
+    """Keep the rounding floor for later iterations."""
     found = [step[FLOOR] for step in steps if FLOOR in step]
     ctx.runtime.rounding_floor = found[0] if found else ctx.runtime.rounding_floor
 
 
 def _chunks(ctx: IterationContext) -> list[int] | None:
-    """Rows of each chunk that the batch was cut into when it was committed; None where it was not."""
+    """Rows of each chunk of the committed batch; None if it has no chunks."""
     return None if ctx.config.algorithm.supervised else ctx.records["filter"].get("chunks")
 
 
 def _batch(ctx: IterationContext) -> FileRecord:
-    """The batch as the task that wrote it recorded it."""
+    """The batch's file, from the record of the task that wrote it."""
     supervised = ctx.config.algorithm.supervised
     files = (ctx.records["sample_supervised"] if supervised else ctx.records["filter"])["files"]
     return next(file for file in files if file["path"] == "batch.parquet")

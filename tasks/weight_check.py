@@ -1,6 +1,6 @@
-"""After a sync, engines and trainer are asked about four fixed texts: a sync that brought other weights shows at once.
+"""After a sync, engines and trainer compute log-probabilities of four fixed texts, which shows wrong weights at once.
 
-Owns the texts, the comparison and what an engine that fails it is left with. Costs a forward pass of the trainer over some hundred
+Owns the texts, the comparison and the state of an engine that fails it. Costs a forward pass of the trainer over some hundred
 tokens, and one request to each engine.
 """
 
@@ -28,14 +28,14 @@ TEXTS = (
 )
 LONGEST = 32  # tokens of a text that are compared
 Logprobs = list[list[float]]
-"""Of each text: log-probabilities of its tokens but the first."""
+"""For each text: log-probabilities of its tokens after the first."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison found."""
+    """Result of a comparison."""
 
-    gap: float  # mean absolute difference of the log-probabilities, of the engine where it is largest; nats a token
+    gap: float  # largest mean absolute difference of an engine's log-probabilities; nats a token
     checksums: dict[str, str]  # hash of an engine's checksums of its tensors, by engine
 
 
@@ -46,7 +46,7 @@ def fixed_prompts(ctx: IterationContext) -> list[list[int]]:
 
 
 async def trainer_logprobs(ctx: IterationContext, version: int, prompts: Sequence[Sequence[int]]) -> Logprobs:
-    """What the trainer says of them. Asked before the sync: on shared GPUs the trainer then still has its memory."""
+    """The trainer's log-probabilities of the texts. Computed before the sync, while the trainer has its memory on shared GPUs."""
     samples = [HeldOutSample(list(ids[: end + 1]), [1]) for ids in prompts for end in range(1, len(ids))]
     async with ctx.runtime.memory.for_trainer() as trainer:
         ranks = await trainer.at(version)
@@ -59,8 +59,8 @@ async def compare_engines(
 ) -> Compared:
     """Compare every engine that holds the version. On shared GPUs they take all their memory for it.
 
-    Raises WeightsDifferError for one that is further off than sync.max_prompt_gap. It then serves no version any more, so that
-    the next start sends it the weights again.
+    Raises WeightsDifferError for an engine that differs more than sync.max_prompt_gap. The engine then serves no version, so
+    that the next start sends it the weights again.
     """
     limit = ctx.config.sync.max_prompt_gap
     assert limit is not None, "otherwise nothing is compared"
@@ -81,7 +81,7 @@ async def compare_engines(
 
 
 def mean_gap(one: Logprobs, other: Logprobs) -> float:
-    """Mean absolute difference over all tokens; no number where an engine gave none."""
+    """Mean absolute difference over all tokens; NaN if an engine gave no number."""
     pairs = [pair for left, right in zip(one, other, strict=True) for pair in zip(left, right, strict=True)]
     return float(np.mean([abs(left - right) for left, right in pairs]))
 
@@ -96,6 +96,5 @@ def _differs(version: int, gaps: Mapping[str, float], limit: float) -> WeightsDi
     return WeightsDifferError(
         f"after the sync of weight version {version} engines differ from the trainer on four fixed texts: {named} nats a token, "
         f"sync.max_prompt_gap is {limit:g}",
-        remedy="start the same command again, which sends the weights again. If it comes again, set sync.kind=disk; where the "
-        "dtype alone makes the difference, raise sync.max_prompt_gap",
+        remedy="start the same command again, which sends the weights again. If it comes again, set sync.kind=disk; if the dtype alone makes the difference, raise sync.max_prompt_gap",
     )

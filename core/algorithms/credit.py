@@ -33,9 +33,8 @@ class ScoredSamples:
     group_ids: Sequence[int]
     lengths: Sequence[int]  # of responses, in tokens
     truncated: Sequence[bool]
-    units: Sequence[int] | None = (
-        None  # samples that count once together, as the branches of a rollout do; None: each counts for itself
-    )
+    # samples that count once together, as the branches of a rollout do; None: each counts for itself
+    units: Sequence[int] | None = None
 
 
 class SampleCredit(NamedTuple):

@@ -45,13 +45,11 @@ class TokenBatch:
     lengths: Tensor  # [B] response lengths, sum = N
     weights: Tensor  # [N] see millrace.core.algorithms.aggregate; loss = sum of weights * token loss
     entropy: Tensor | None = None  # [N] nats; carries the gradient when an entropy bonus is set
-    top_logprobs: Tensor | None = (
-        None  # [N, k] the trainer's, of the teacher's likeliest tokens; carries the gradient
-    )
+    # [N, k] the trainer's, of the teacher's likeliest tokens; carries the gradient
+    top_logprobs: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None  # [N, k] the teacher's
-    ages: Tensor | None = (
-        None  # [N] published versions between a token's and the iteration's; None: all are of the latter
-    )
+    # [N] published versions between a token's and the iteration's; None: all are of the latter
+    ages: Tensor | None = None
 
 
 class Objective:

@@ -46,12 +46,10 @@ class IterationHistory(BaseModel):
     steps: dict[int, list[int]] = {}  # ordinals by step
     scores: list[float | None] = []  # score of each group; empty if no group has one
     stds: list[float | None] = []  # standard deviation of each group; empty if no group has one
-    reused: dict[
-        int, list[int]
-    ] = {}  # groups of earlier iterations that were trained again: ordinals by iteration
-    drawn: int | None = (
-        None  # groups that it drew; the groups after them were deferred to it. None: it drew all
-    )
+    # groups of earlier iterations that were trained again: ordinals by iteration
+    reused: dict[int, list[int]] = {}
+    # groups that it drew; the groups after them were deferred to it. None: it drew all
+    drawn: int | None = None
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

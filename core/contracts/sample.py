@@ -88,9 +88,8 @@ class GeneratedSample:
     session_parts: Figures | None = None
     session_texts: Texts | None = None
     session_answer: str | None = None
-    trained_mask: Int8s | None = (
-        None  # per response token, of a rollout that left generated tokens out of the loss
-    )
+    # per response token, of a rollout that left generated tokens out of the loss
+    trained_mask: Int8s | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +107,8 @@ class ScoredSample:
     role: str | None = None
     teacher_logprobs: list[Float32] | None = None  # per response token; None without a served teacher
     teacher_s: float | None = None
-    teacher_top_tokens: list[Int32] | None = (
-        None  # its k likeliest at each response token, one token's after another's
-    )
+    # its k likeliest at each response token, one token's after another's
+    teacher_top_tokens: list[Int32] | None = None
     teacher_top_logprobs: list[Float32] | None = None
     teacher_hint: str | None = None  # given to it beside the prompt
     reward_texts: Texts | None = None  # parts of the reward that are texts

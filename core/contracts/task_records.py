@@ -107,9 +107,8 @@ class StepMetrics(TypedDict):
     lr: float
     logprob_gap_mean: float  # difference of the engine from the weights that sampled, nats
     logprob_gap_max: float
-    logprob_gap_floor: NotRequired[
-        float
-    ]  # the rounding floor of the model; of the compared step, if it was measured
+    # the rounding floor of the model; of the compared step, if it was measured
+    logprob_gap_floor: NotRequired[float]
     logprob_gap_limit: NotRequired[float]  # mean difference above which it would have been refused
     samples: int
     tokens: int
@@ -118,9 +117,8 @@ class StepMetrics(TypedDict):
     tokens_per_second: float
     settings: NotRequired[StepSettings]
     chunks: NotRequired[list[int]]  # rows whose passes were made together, if the step was made in chunks
-    logprobs: NotRequired[
-        list[FileRecord]
-    ]  # files with the trainer's log-probabilities of the iteration; of its first step
+    # files with the trainer's log-probabilities of the iteration; of its first step
+    logprobs: NotRequired[list[FileRecord]]
 
 
 class StepFile(TypedDict):
@@ -129,9 +127,8 @@ class StepFile(TypedDict):
     version: int  # weight version after the last step
     steps: list[StepMetrics]
     rest_s: float  # seconds until the engines had left GPU memory to the trainer
-    handed_s: NotRequired[
-        float
-    ]  # seconds that the hand-over took in all, if it started while the batch was written
+    # seconds that the hand-over took in all, if it started while the batch was written
+    handed_s: NotRequired[float]
     seconds: float
 
 
@@ -161,9 +158,8 @@ class CheckpointRecord(TypedDict):
     seconds: float
     marker: NotRequired[FileRecord]  # complete.json of what was saved, which names the other files
     begun: NotRequired[str]  # checkpoint that is written while training continues
-    committed: NotRequired[
-        str
-    ]  # checkpoint that an earlier iteration started, and that counts from this one on
+    # checkpoint that an earlier iteration started, and that counts from this one on
+    committed: NotRequired[str]
     committed_marker: NotRequired[FileRecord]
     write_s: NotRequired[float]  # seconds that writing it took
     waited_s: NotRequired[float]  # seconds waited for it since the next checkpoint was due
@@ -189,12 +185,11 @@ class EvaluatedSet(TypedDict):
     response_length_mean: float
     truncated_share: float
     failed: NotRequired[int]  # samples that could not be generated
-    interval: NotRequired[
-        float | None
-    ]  # half of the 95 % interval of reward_mean; None of fewer than two prompts
-    majority: NotRequired[
-        float | None
-    ]  # share of prompts whose most frequent answer is correct; None of one sample, and if the reward names no answers
+    # half of the 95 % interval of reward_mean; None of fewer than two prompts
+    interval: NotRequired[float | None]
+    # share of prompts whose most frequent answer is correct; None of one sample, and if the reward names no
+    # answers
+    majority: NotRequired[float | None]
     pass_at: NotRequired[dict[str, float]]  # pass@k by k; not with one sample
     subsets: NotRequired[dict[str, EvaluatedSubset]]
 
@@ -252,9 +247,8 @@ class PublishRecord(TypedDict):
     driver: NotRequired[int | None]  # token of the driver that committed it
     run: NotRequired[str | None]  # id of the run that committed it
     manifest: NotRequired[str]  # hash of the manifest
-    evaluated: NotRequired[
-        EvaluatedMetrics
-    ]  # evaluation by the iteration, of the weights that it started with
+    # evaluation by the iteration, of the weights that it started with
+    evaluated: NotRequired[EvaluatedMetrics]
 
 
 class IterationRecords(TypedDict, total=False):

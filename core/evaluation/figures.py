@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-LOWEST_IS_BEST = (
-    "loss",
-    "perplexity",
-)  # figures of supervised runs; of all other figures the highest is best
+# figures of supervised runs; of all other figures the highest is best
+LOWEST_IS_BEST = ("loss", "perplexity")
 Z_95 = 1.959963984540054  # of the standard normal distribution, two-sided
 
 

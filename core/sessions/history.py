@@ -25,9 +25,8 @@ class Said:
     role: str
     content: str = ""
     calls: tuple[tuple[str, str], ...] = ()  # name and arguments
-    answers: str = (
-        ""  # which call of which assistant message a tool answers, by position, since the client chooses ids
-    )
+    # which call of which assistant message a tool answers, by position, since the client chooses ids
+    answers: str = ""
     thinking: str | None = None  # None: not sent
     more: str = ""  # other keys, as JSON
 

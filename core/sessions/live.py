@@ -76,9 +76,8 @@ class Served:
     sampling: Mapping[str, Any]
     keys: list[str] = field(default_factory=list)
     limit: str | None = None  # set if the newest answer was that this limit is reached
-    native: Callable[[Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]] | None = (
-        None  # answers SGLang's /generate
-    )
+    # answers SGLang's /generate
+    native: Callable[[Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]] | None = None
     created: dict[Place, int] = field(default_factory=dict)
     working: set[asyncio.Task[Any]] = field(default_factory=set)
 

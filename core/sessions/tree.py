@@ -37,9 +37,8 @@ class Branch:
     cuts: list[int] = field(default_factory=list)  # number of response tokens after each turn
     first_ids: list[int] = field(init=False)  # tokens before the first observation
     events: int = 0  # number of turns and calls
-    dialogue_from: int | None = (
-        None  # tokens before the dialogue that it continues; None: it started its own dialogue
-    )
+    # tokens before the dialogue that it continues; None: it started its own dialogue
+    dialogue_from: int | None = None
 
     def __post_init__(self) -> None:
         self.first_ids = list(self.prompt_ids)

@@ -81,9 +81,8 @@ class _Line:
     session: LiveSession
     ids: list[int]
     mask: list[int]  # 1: generated in it
-    trained: set[int] | None = (
-        None  # positions of tokens in the loss, once a returned sample holds the branch
-    )
+    # positions of tokens in the loss, once a returned sample holds the branch
+    trained: set[int] | None = None
 
 
 class SlimeRollout:

@@ -49,9 +49,8 @@ UNKNOWN = (
     "this name of slime's is not here",
     "copy what it does into your module, or write the hook in millrace's form: docs/algorithms.md#your-functions",
 )
-REFUSED: dict[
-    str, tuple[str, str]
-] = {  # modules and names, with all under them: the reason, and the way here
+# modules and names, with all under them: the reason, and the way here
+REFUSED: dict[str, tuple[str, str]] = {
     "slime.agent": AGENTS,
     "slime.backends": TRAINER,
     "slime.data.RolloutDataSource": DATA_SOURCE,

@@ -24,7 +24,7 @@ def evaluate(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file with the held-out sets, for a folder. Of a run it is taken in place of its own configuration."
+            help="YAML file with the held-out sets, for a folder. For a run it replaces the run's own configuration."
         ),
     ] = None,
     sets: Annotated[
@@ -36,7 +36,7 @@ def evaluate(
     against: Annotated[
         int | None,
         typer.Option(
-            help="Answer them by the weights after this many iterations too, and print the difference, paired by prompt."
+            help="Answer them with the weights after this many iterations too, and print the difference, paired by prompt."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the rows, a Parquet file a set.")] = None,
@@ -61,7 +61,7 @@ def evaluate(
                 raise ConfigError(
                     "a run is evaluated as it was configured",
                     where=f"eval {model}",
-                    remedy="leave out overrides, give --config FILE with a configuration of yours, or name an export's folder",
+                    remedy="leave out overrides, give --config FILE with your configuration, or name an export's folder",
                 )
             own = own_configuration(config, overrides or [])
             asked = [at] if against is None else [against, at]
@@ -79,7 +79,7 @@ def evaluate(
             )
         if config is None and (Path(model) / "config.json").exists():
             raise ConfigError(
-                "which sets are to be answered, and how, is not said",
+                "no held-out sets are given",
                 where=f"eval {model}",
                 remedy="give --config FILE with evaluation.sets",
             )

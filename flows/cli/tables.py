@@ -1,7 +1,7 @@
 """How the commands that show runs print their rows: as a table, as JSON or as CSV.
 
-A table on a terminal has the terminal's width, and becomes a list where its columns do not fit. In a pipe nothing is cut, and a
-table that no screen is wide enough for becomes JSON, a line a row.
+A table on a terminal has the terminal's width, and becomes a list if its columns do not fit. In a pipe nothing is cut, and a
+table that is too wide for any screen becomes JSON, a line a row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV, with every va
 
 
 NewestOption = Annotated[
-    int, typer.Option("--newest", min=0, help="Rows of the table: the newest so many; 0 for all.")
+    int, typer.Option("--newest", min=0, help="Rows of the table, the newest ones; 0 for all.")
 ]
 NEWEST = 100  # rows by default: a table of thousands takes seconds to lay out, and nobody reads it
 

@@ -1,4 +1,4 @@
-"""What commands share: the two consoles, the arguments that several take, and how errors end a command."""
+"""Shared parts of commands: the two consoles, common arguments, and how errors end a command."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from millrace.flows.plain_console import PlainConsole, write_line
 
 T = TypeVar("T")
 STDERR = 2
-LINE = "%(asctime)s.%(msecs)03d | %(levelname)-7s | %(name)s - %(message)s"  # as Prefect's console has it
-RAY_THREAD = "ray_"  # how the names of Ray's threads begin
+# the format of Prefect's console
+LINE = "%(asctime)s.%(msecs)03d | %(levelname)-7s | %(name)s - %(message)s"
+RAY_THREAD = "ray_"  # prefix of the names of Ray's threads
 
 console = PlainConsole()
 errors = PlainConsole(stderr=True)
@@ -34,7 +35,7 @@ RootOption = Annotated[str, typer.Option(help="Storage root that holds the runs.
 
 
 def guarded(call: Callable[[], T]) -> T:
-    """Run a command; an error that its user can fix is printed without a traceback and exits with 2."""
+    """Run a command. An error that the user can fix is printed without a traceback and exits with 2."""
     try:
         return call()
     except BaseException as error:
@@ -46,13 +47,13 @@ def guarded(call: Callable[[], T]) -> T:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are, however long: paths and commands in them are to be pasted."""
+    """Print lines unchanged and unwrapped, so that paths and commands in them can be pasted."""
     for line in lines:
         console.print(line, soft_wrap=True)
 
 
 class CommandLine(typer.Typer):
-    """Typer, whose last words on an error of our own are printable: a traceback holds what was raised."""
+    """Typer with printable tracebacks: an error's message may hold any characters."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command that was typed."""
@@ -64,16 +65,16 @@ class CommandLine(typer.Typer):
 
 
 class Terminal:
-    """The terminal of a command that starts live parts, and the log of what is kept from it."""
+    """The terminal of a command that starts live parts, and the log of output that is kept off it."""
 
     def __init__(self, stream: TextIO, path: Path, log: TextIO) -> None:
         self._stream = stream
         self._path = path
         self._log = log
-        self._silent_since: int | None = None  # bytes of the log
+        self._silent_since: int | None = None  # the log's size in bytes at `silence`
 
     def silence(self) -> None:
-        """From now on what Python prints goes to the log too, the lines of every logger among it."""
+        """From now on Python's output goes to the log too, including the lines of every logger."""
         self._silent_since = self._size()
 
     def say(self, line: str) -> None:
@@ -85,7 +86,7 @@ class Terminal:
         return self._path if self._silent_since is not None and self._size() > self._silent_since else None
 
     def keeps(self) -> bool:
-        """Whether what is written now belongs into the log: all of it once silent, and the last lines of a part of Ray's."""
+        """Whether text that is written now goes to the log: all text after `silence`, and text of Ray's threads."""
         return self._silent_since is not None or threading.current_thread().name.startswith(RAY_THREAD)
 
     def _size(self) -> int:
@@ -93,7 +94,7 @@ class Terminal:
 
 
 def named_first(run: str) -> Callable[[list[str]], None]:
-    """Prints to stderr what a run's stored configuration has this command import, start and join. Nothing for no run."""
+    """Prints to stderr what this command imports, starts and joins by a run's stored configuration. Nothing without a run."""
 
     def say(lines: list[str]) -> None:
         if run and lines:
@@ -108,10 +109,10 @@ def named_first(run: str) -> Callable[[list[str]], None]:
 
 @contextlib.contextmanager
 def libraries_kept_off_terminal() -> Iterator[Terminal]:
-    """Within, what native libraries and child processes write to stderr, and what Ray's threads print, goes to a log.
+    """Within the block, stderr of native libraries and child processes, and output of Ray's threads, goes to a log.
 
-    Ray dumps its state and C++ stacks there when a part of it dies. Other lines of Python reach the terminal. A command that
-    fails names the log if it got anything.
+    Ray dumps its state and C++ stacks to stderr when a part of it dies. Other lines of Python reach the terminal. A command
+    that fails names the log unless it is empty.
     """
     path = guarded(_log)
     out, err = sys.stdout, sys.stderr
@@ -120,7 +121,7 @@ def libraries_kept_off_terminal() -> Iterator[Terminal]:
     with path.open("a", buffering=1) as log:
         os.dup2(log.fileno(), STDERR)
         size = os.fstat(log.fileno()).st_size
-        # another stream than the terminal is a test's, or the caller's, and stays
+        # a stream other than the terminal belongs to a test or the caller, and stays
         stream = os.fdopen(os.dup(kept), "w", buffering=1) if err is sys.__stderr__ else err
         terminal = Terminal(stream, path, log)
         sys.stderr = cast(TextIO, _Kept(stream, log, terminal))
@@ -139,7 +140,7 @@ def libraries_kept_off_terminal() -> Iterator[Terminal]:
 
 @contextlib.contextmanager
 def lines_before_prefect() -> Iterator[None]:
-    """Within, millrace's log lines reach the terminal: until Prefect is imported by this, from then on by Prefect."""
+    """Within the block, millrace's log lines reach the terminal: by this handler until Prefect is imported, then by Prefect."""
     logger, handler = logging.getLogger("millrace"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(LINE, datefmt="%H:%M:%S"))
     handler.addFilter(lambda _: not logging.getLogger().handlers)
@@ -162,13 +163,13 @@ def _log() -> Path:
         raise StorageError(
             f"no folder that can be written: {error.strerror or error}",
             where=f"MILLRACE_HOME = {os.environ.get('MILLRACE_HOME', '~/.millrace')}",
-            remedy="export MILLRACE_HOME=FOLDER with a folder of yours",
+            remedy="export MILLRACE_HOME=FOLDER with a folder that you can write",
         ) from error
     return path
 
 
 class _Kept:
-    """A stream of Python's, but for what the terminal keeps from it."""
+    """A stream of Python's, without the text that the terminal keeps off it."""
 
     def __init__(self, stream: TextIO, log: TextIO, terminal: Terminal) -> None:
         self._stream = stream
@@ -176,7 +177,7 @@ class _Kept:
         self._terminal = terminal
 
     def write(self, text: str) -> int:
-        """Write where this thread's text belongs."""
+        """Write to the stream or the log, depending on the thread."""
         return (self._log if self._terminal.keeps() else self._stream).write(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -11,7 +11,7 @@ from rich.table import Table
 from millrace.core.contracts.ids import iteration_number
 from millrace.flows.cli.terminal import RootOption, console, guarded, named_first
 
-SHOWN = 20  # strangers
+SHOWN = 20  # number of shown files
 
 
 def verify(run: str, root: RootOption = "runs") -> None:
@@ -38,14 +38,14 @@ def verify(run: str, root: RootOption = "runs") -> None:
 
 def replay(
     run: str,
-    first: Annotated[int, typer.Option("--from", help="Replay begins after this many iterations.")],
+    first: Annotated[int, typer.Option("--from", help="Replay starts after this many iterations.")],
     last: Annotated[int, typer.Option("--to", help="Replay ends after this many iterations.")],
     root: RootOption = "runs",
     config: Annotated[
-        Path | None, typer.Option(help="YAML file that is taken in place of the run's own configuration.")
+        Path | None, typer.Option(help="YAML file that replaces the run's own configuration.")
     ] = None,
 ) -> None:
-    """Make stored steps again from stored batches and compare figures and weights; exits with 1 if they differ."""
+    """Repeat stored steps from stored batches and compare metrics and weights; exits with 1 if they differ."""
     from millrace.flows.tools.evaluate import own_configuration
     from millrace.flows.tools.replay import replay_run
 
@@ -63,7 +63,7 @@ def replay(
 def branch(
     run: str,
     new: str,
-    at: Annotated[int, typer.Option(help="Iterations of the run that the branch begins with.")],
+    at: Annotated[int, typer.Option(help="Iterations of the run that the branch starts with.")],
     root: RootOption = "runs",
 ) -> None:
     """Start a new run from any checkpointed iteration of another."""
@@ -75,15 +75,15 @@ def branch(
 def discard(
     run: str,
     iteration: Annotated[
-        int | None, typer.Option(help="Number of the iteration to give up, as messages show it.")
+        int | None, typer.Option(help="Number of the iteration to discard, as messages show it.")
     ] = None,
     first: Annotated[
-        int | None, typer.Option("--from", help="The same, with every later one that was begun.")
+        int | None, typer.Option("--from", help="Discard this iteration and every later one.")
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why; kept with what is moved aside.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason; stored with the moved files.")] = "",
     root: RootOption = "runs",
 ) -> None:
-    """Give up an iteration that is not committed: its groups are drawn again, and what it made is kept aside."""
+    """Discard an iteration that is not committed: its groups are drawn again, and its files are moved aside."""
     from millrace.flows.tools.discard import discard_iterations
 
     number = iteration if first is None else first
@@ -97,11 +97,11 @@ def discard(
 
 def stop(
     run: Annotated[
-        str | None, typer.Argument(help="Run that is to end; without one, what killed drivers left.")
+        str | None, typer.Argument(help="Run to end; without one, processes that killed drivers left.")
     ] = None,
     root: RootOption = "runs",
 ) -> None:
-    """End a run that works on this host, as Ctrl-C does, or what a killed one left. Files stay; train goes on."""
+    """End a run on this host, as Ctrl-C does, or the processes that a killed run left. Files stay; train resumes it."""
     from millrace.flows.tools.stop import stop_left, stop_run
 
     console.print(guarded(lambda: stop_left() if run is None else stop_run(root, run)), soft_wrap=True)

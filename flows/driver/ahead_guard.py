@@ -1,6 +1,6 @@
-"""Lowers how far a run goes ahead where the correction weights degenerate (pipeline.min_ess).
+"""Lowers how far a run goes ahead if the correction weights degenerate (pipeline.min_ess).
 
-Owns that the decision is in run.json before an iteration is drawn under it. What is decided is millrace.core.staleness's.
+Owns that the decision is in run.json before an iteration is drawn under it. millrace.core.staleness makes the decision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ESS = "train/ess"
 
 
 async def lower_ahead(runtime: Runtime, index: int) -> None:
-    """Decide how far ahead iteration `index` may be, from committed iterations. One that is drawn keeps what it was drawn under."""
+    """Decide how far ahead iteration `index` may be, from committed iterations. A drawn iteration keeps its setting."""
     bound, prompts = runtime.config.pipeline.min_ess, runtime.prompts
     if bound is None:
         return

@@ -1,6 +1,6 @@
-"""Drive a run: check it, hold its lease, run the iterations that are missing, keep run.json.
+"""Drive a run: check it, hold its lease, run the missing iterations, keep run.json.
 
-What train and sft share. What an iteration does is theirs.
+train and sft share it; each defines what an iteration does.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ Iteration = Callable[[Runtime, int, IterationSlot], Coroutine[Any, Any, None]]
 
 
 class DriveResult(TypedDict):
-    """What a flow returns: the run, its iterations, and how many of them this flow run did."""
+    """Result of a flow: the run, its iterations, and the number that this flow run did."""
 
     run: str
     iterations: int
@@ -92,9 +92,9 @@ async def drive(
 ) -> DriveResult:
     """Run `iteration` for every index that the run folder does not hold yet, each as a flow run of the flow `flow_name`.
 
-    Started again under the same run name it does what is missing; when nothing is, it returns at once.
-    Ctrl-C, SIGTERM and a cancelled flow run end it where it is, and its actors with it.
-    Where another process drives the run, a deployment's flow run ends as refused; any other raises LeaseHeldError.
+    Started again under the same run name, it runs the missing iterations; if none is missing, it returns at once.
+    Ctrl-C, SIGTERM and a cancelled flow run end it at once, and its actors with it.
+    If another process drives the run, a deployment's flow run ends as refused; any other raises LeaseHeldError.
     """
     driver = asyncio.current_task()
     assert driver is not None
@@ -111,7 +111,7 @@ async def drive(
         with on_signal(driver.cancel):
             return await _drive(config, iteration, flow_name)
     except Pause:
-        message = "Paused. What finished is kept; after Resume it goes on as a flow run of its own."
+        message = "Paused. What finished is kept; after Resume it continues as a new flow run."
         await asyncio.to_thread(cancel_interrupted, str(flow_run.id), began, message)
         raise
     except asyncio.CancelledError:
@@ -120,9 +120,11 @@ async def drive(
             raise
         driver.uncancel()
         message = f"Ended by {by}. What finished is kept, and the same command goes on."
-        with on_signal(_nothing):  # the command waits until the states are set
+        # the command waits until the flow runs' states are set
+        with on_signal(_nothing):
             await asyncio.to_thread(cancel_ended, str(flow_run.id), message)
-        return cast(DriveResult, Cancelled(message=message))  # Prefect takes it as the end's state
+        # Prefect takes the returned state as the end's state
+        return cast(DriveResult, Cancelled(message=message))
     except (MillraceError, httpx.TransportError) as error:
         if isinstance(error, httpx.TransportError) or may_pass(error):
             emit_run_event("may-go-on")
@@ -132,7 +134,7 @@ async def drive(
 
 
 async def _record_end(runtime: Runtime, lease: Lease, error: BaseException) -> None:
-    """Note how this attempt ends, while the run is still this driver's. Why it ends matters more than that this fails."""
+    """Note how this attempt ends, while this driver holds the run. A failure is only logged: the end's reason matters more."""
     by = "a pause" if isinstance(error, Pause) else interrupted_by()
     if by is None and isinstance(error, asyncio.CancelledError):
         by = "a cancellation"
@@ -144,7 +146,7 @@ async def _record_end(runtime: Runtime, lease: Lease, error: BaseException) -> N
 
 
 def _nothing() -> None:
-    """What is done at a signal while a command reports that it ends."""
+    """Ignore signals while a command reports that it ends."""
 
 
 async def _drive(
@@ -160,7 +162,7 @@ async def _drive(
     first = await asyncio.to_thread(runtime.run_folder.first_open_iteration, strict=False)
     runtime.recovery.add(find=time.perf_counter() - started)
     if first >= config.run.iterations and await asyncio.to_thread(is_complete, runtime.run_folder.store):
-        # this run's own, if its driver was killed after the last iteration
+        # these are this run's own if its driver was killed after the last iteration
         for sentence in await in_own_thread(join_and_end_orphans):
             log.warning("%s", sentence)
         log.info(
@@ -204,12 +206,12 @@ async def _drive(
 
 
 async def _prepare(config: RunConfig) -> ModelHere:
-    """Make the files that `run.prepare` makes, download a model that is named, then check everything.
+    """Call `run.prepare`, download a named model, then check everything.
 
     Returns the configuration with the model's folder on this host and the type of its weights. Raises ConfigError with
     every problem.
     """
-    expect({})  # what an earlier run in this process found
+    expect({})  # forget hashes of an earlier run in this process
     search_in(config.run.import_from)
     if config.run.prepare:
         with waiting(log, "run.prepare"):
@@ -239,20 +241,20 @@ async def _keep_logs_bounded(config: RunConfig) -> None:
 async def _leased(runtime: Runtime, lease: Lease) -> AsyncIterator[int]:
     """Hold the run's lease with the runtime open; yields the number of this attempt.
 
-    A background task renews the lease; when it is lost, or the flow run is paused, the flow is cancelled. What interrupted
-    writes left is removed first.
-    The run's actors end on leaving, unless another driver has taken the lease and with it the actors.
+    A background task renews the lease; when it is lost, or the flow run is paused, the flow is cancelled. Remains of
+    interrupted writes are removed first. The run's actors end on leaving, unless another driver has taken the lease and with it
+    the actors.
     """
     driver = asyncio.current_task()
     assert driver is not None
-    ends: list[BaseException] = []  # why this driver ends itself
+    ends: list[BaseException] = []  # reasons why this driver ends itself
 
     async def renew() -> None:
         while True:
             await asyncio.sleep(duration_s() / 6)
             try:
                 await asyncio.to_thread(lease.renew)
-            except Exception as error:  # noqa: BLE001 - whatever keeps the lease from being renewed ends this driver
+            except Exception as error:  # noqa: BLE001 - any failure to renew the lease ends this driver
                 ends.append(error)
                 driver.cancel()
                 return
@@ -262,7 +264,8 @@ async def _leased(runtime: Runtime, lease: Lease) -> AsyncIterator[int]:
         driver.cancel()
 
     background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
-    if of_deployment():  # Prefect pauses no others
+    # Prefect pauses only flow runs of deployments
+    if of_deployment():
         background.append(asyncio.create_task(pause()))
     background.append(asyncio.create_task(_keep_logs_bounded(runtime.config)))
     try:

@@ -1,6 +1,6 @@
-"""What a run reads beside its configuration: the model's folder and the code of the user's functions, by their hashes.
+"""Hashes of what a run reads besides its configuration: the model's folder and the code of the user's functions.
 
-Owns what is hashed. Data sources have fingerprints of their own (millrace.core.contracts.rows.prompts).
+Owns what is hashed. Data sources have their own fingerprints (millrace.core.contracts.rows.prompts).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millrace.core.hooks import load, module_and_name
 from millrace.core.rewards.selection import all_rewards, comparisons
 from millrace.core.sessions.selection import rollout_functions
 
-SMALL = 32 << 20  # bytes of a file that is hashed whole
+SMALL = 32 << 20  # larger files are not hashed whole
 SAMPLE = 1 << 16  # bytes hashed at three places of a larger file
 HEADER = 8  # bytes with the length of a safetensors file's header
 OF_A_MODEL = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model")
@@ -25,15 +25,15 @@ OURS = "millrace."
 
 
 def fingerprints(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Hashes by what they are of: "model" by field and file, "code" by field and module file.
+    """Hashes: "model" by field and file, "code" by field and module file.
 
-    Of a weight file the size, the header (names, types and shapes) and three samples of its content are hashed.
+    The hash of a weight file covers its size, its header (names, types and shapes) and three samples of its content.
     """
     return {"model": of_model(config), "code": dict(_code(config))}
 
 
 def of_model(config: RunConfig) -> dict[str, str]:
-    """The hashes of the model's files alone, without a look at the user's functions."""
+    """The hashes of the model's files alone, without the user's functions."""
     return dict(_models(config))
 
 
@@ -91,7 +91,8 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     for field, function in _functions(config):
         path = f"{field}.function"
         if function is None or function.function.startswith(OURS):
-            continue  # millrace's own are of its version, which run.json names
+            # millrace's own modules have its version, which run.json names
+            continue
         load(function.function, path)
         module = module_and_name(function.function)[0]
         source = source_of(sys.modules[module])

@@ -1,13 +1,13 @@
-"""Ctrl-C and SIGTERM: a command ends within seconds wherever it is, and says how to go on.
+"""Ctrl-C and SIGTERM: a command ends within seconds at any point, and says how to resume.
 
 The command's work runs in a thread, and the main thread only waits for it. Python runs signal handlers in the main thread, so
-they run at once whatever the work does, and never in the middle of it. Prefect, whose own handler of SIGTERM raises, installs
-none where a flow runs in another thread.
+they run at once, and never interrupt the work's own code. Prefect, whose handler of SIGTERM raises, installs none if a flow
+runs in another thread.
 
-A flow says by `on_signal` what is to happen then. Nothing is waited for longer than DEADLINE_S: what is written is whole or
-absent at any moment, as after `kill -9`. Under a Prefect worker there is no command; Prefect cancels the flow's task itself.
+A flow registers its reaction by `on_signal`. No wait is longer than DEADLINE_S: files are whole or absent at any moment, as
+after `kill -9`. Under a Prefect worker there is no command; Prefect cancels the flow's task itself.
 
-What libraries log while the command ends, such as that runs were cancelled, goes where its Terminal sends it.
+Log lines of libraries while the command ends, such as that runs were cancelled, go where its Terminal sends them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from millrace.flows.plain_console import write_line
 T = TypeVar("T")
 
 DEADLINE_S = 8.0
-REPORT_S = 2.0  # for Prefect to note that its runs ended
+REPORT_S = 2.0  # time for Prefect to note that its runs ended
 POLL_S = 0.2
-PATIENCE_S = 4.0  # after which the command says that it is ending
+PATIENCE_S = 4.0  # the command then says that it is ending
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _reactions: list[tuple[asyncio.AbstractEventLoop, Callable[[], object]]] = []
 _commands: list[_Command] = []
 
 
 class Terminal(Protocol):
-    """Where a command's last words go."""
+    """The output for a command's last words."""
 
     def silence(self) -> None:
         """Keep everything but last words from it from now on."""
@@ -50,11 +50,11 @@ class Terminal(Protocol):
         """Print last words."""
 
     def log(self) -> Path | None:
-        """The file with what was kept from it since `silence`, if anything was."""
+        """The file with the text kept off it since `silence`, if there is any."""
 
 
 class _OfPython:
-    """The stderr of a command that keeps no log: what is logged while it ends is dropped."""
+    """The stderr of a command without a log: lines logged while it ends are dropped."""
 
     def silence(self) -> None:
         logging.disable(logging.CRITICAL)
@@ -68,7 +68,7 @@ class _OfPython:
 
 @contextlib.contextmanager
 def on_signal(react: Callable[[], object]) -> Iterator[None]:
-    """Within, the command's first signal calls `react` in the running event loop, in the order of registration."""
+    """Within the block, the command's first signal calls `react` in the running event loop, in the order of registration."""
     entry = (asyncio.get_running_loop(), react)
     _reactions.append(entry)
     try:
@@ -78,12 +78,12 @@ def on_signal(react: Callable[[], object]) -> Iterator[None]:
 
 
 def in_command() -> bool:
-    """Whether `run_interruptibly` does its work in this process: a command, which says at its end what went wrong."""
+    """Whether `run_interruptibly` does its work in this process: a command, which reports errors at its end."""
     return bool(_commands)
 
 
 def interrupted_by() -> str | None:
-    """What ends this process's command: `Ctrl-C` or `SIGTERM`; None if nothing does."""
+    """The signal that ends this process's command: `Ctrl-C` or `SIGTERM`; None without one."""
     for command in _commands:
         if command.interrupted_by is not None:
             return NAMES[command.interrupted_by]
@@ -93,8 +93,8 @@ def interrupted_by() -> str | None:
 def run_interruptibly(work: Callable[[], T], terminal: Terminal | None = None) -> T:
     """Do `work` in a thread and return its result. On Ctrl-C or SIGTERM this process ends, with 130 or 143.
 
-    The first signal calls what `on_signal` registered and waits until no flow has anything left to do, at most DEADLINE_S.
-    Where nothing is registered, and at a second Ctrl-C, the process ends at once. A signal that the process ignored before
+    The first signal calls the functions registered by `on_signal` and waits until no flow has work left, at most DEADLINE_S. If
+    none is registered, and at a second Ctrl-C, the process ends at once. A signal that the process ignored before
     stays ignored. Call it in the main thread.
     """
     work_thread = _WorkThread(work)
@@ -106,7 +106,8 @@ def run_interruptibly(work: Callable[[], T], terminal: Terminal | None = None) -
         work_thread.start()
         while not work_thread.ended.wait(POLL_S):
             for number in taken:
-                signal.signal(number, command.on_signal)  # Ray puts its own in place when a process joins
+                # Ray installs its own handlers when a process joins a cluster
+                signal.signal(number, command.on_signal)
             command.leave_if_cleaned_up()
             command.say_that_it_ends()
         if command.interrupted_by is not None:
@@ -119,7 +120,7 @@ def run_interruptibly(work: Callable[[], T], terminal: Terminal | None = None) -
 
 
 class _WorkThread(threading.Thread, Generic[T]):
-    """Does the work. Ctrl-C, which a terminal sends to all its processes, is blocked for what it starts: they end with it."""
+    """Does the work. Its child processes ignore Ctrl-C, which a terminal sends to all processes: they end with this process."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__(name="work", daemon=True)
@@ -139,21 +140,21 @@ class _WorkThread(threading.Thread, Generic[T]):
             self.ended.set()
 
     def result(self) -> T:
-        """The result, or the error raised again."""
+        """The result; raises the error of the work."""
         if self._error is not None:
             raise self._error
         return self._results[0]
 
 
 class _Command:
-    """What the signals of one command did so far."""
+    """State of one command after signals."""
 
     def __init__(self, terminal: Terminal) -> None:
         self.interrupted_by: signal.Signals | None = None
         self._terminal = terminal
-        self._told = False  # that it ends
-        self._since = 0.0  # when it was interrupted
-        self._cleaned_up: float | None = None  # when
+        self._told = False  # whether the user was told that it ends
+        self._since = 0.0  # time of the interruption
+        self._cleaned_up: float | None = None  # time when the flows had ended
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """The handler of both signals."""
@@ -162,8 +163,10 @@ class _Command:
                 self.leave("Ended at once: processes of the run may be left.")
             return
         self.interrupted_by, self._since = signal.Signals(number), time.monotonic()
-        signal.alarm(0)  # by which Ray's handler, if it was in place, aborts the process in 3 s
-        self._terminal.silence()  # Prefect logs as errors that its runs are cancelled
+        # cancel the alarm by which Ray's handler, if it ran first, would abort the process in 3 s
+        signal.alarm(0)
+        # Prefect logs cancelled runs as errors
+        self._terminal.silence()
         if not _reactions:
             self.leave()
         for loop in {loop for loop, _ in _reactions}:
@@ -177,7 +180,7 @@ class _Command:
         timer.start()
 
     def leave_if_cleaned_up(self) -> None:
-        """End this process where no flow has anything left to do. A thread in a long call is not waited for."""
+        """End this process if no flow has work left. Does not wait for a thread in a long call."""
         if self.interrupted_by is None or _reactions:
             self._cleaned_up = None
             return
@@ -186,13 +189,13 @@ class _Command:
             self.leave()
 
     def say_that_it_ends(self) -> None:
-        """Say so once, where that takes its time: else people press Ctrl-C again, which leaves processes."""
+        """Say once that the command is ending, if that takes long: users would press Ctrl-C again, which leaves processes."""
         if self.interrupted_by and not self._told and time.monotonic() - self._since > PATIENCE_S:
             self._told = True
             self._terminal.say(f"{NAMES[self.interrupted_by]}: the run ends; Ctrl-C again ends it at once.")
 
     def leave(self, problem: str = "") -> NoReturn:
-        """Say how to go on, and end this process without waiting for any thread."""
+        """Say how to resume, and end this process without waiting for any thread."""
         assert self.interrupted_by is not None
         again = shlex.join(["millrace", *sys.argv[1:]])
         if problem:
@@ -209,7 +212,7 @@ class _Command:
 
 
 def _react(loop: asyncio.AbstractEventLoop) -> None:
-    """Call all that a loop's flows registered, before any of them goes on."""
+    """Call all functions that a loop's flows registered, before any of the flows continues."""
     for registered_in, react in list(_reactions):
         if registered_in is loop:
             react()

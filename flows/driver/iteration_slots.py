@@ -1,7 +1,7 @@
-"""Iterations that follow one another and overlap as far as the pipeline allows, each a flow run of its own.
+"""Iterations that follow one another and overlap as far as the pipeline allows, each as a flow run.
 
-Prefect creates a flow run by seven calls to its server, one after the other. No GPU works meanwhile unless they are made
-while an iteration before still hands over its weights. Knows nothing of what an iteration does.
+Prefect creates a flow run by seven calls to its server, one after the other. GPUs would idle meanwhile, so the calls are made
+while an earlier iteration still hands over its weights. Does not know what an iteration does.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ AheadOf = Callable[[int], int]
 class Stage(IntEnum):
     """How far an iteration is, in order."""
 
-    DECIDED = 1  # it is known how many iterations may be open before it
+    DECIDED = 1  # the number of iterations that may be open before it is decided
     DRAWN = 2  # its prompts are committed
-    GENERATED = 3  # its batch is fixed, and no engine answers for it any more
+    GENERATED = 3  # its batch is fixed, and no engine works for it any more
     TRAINED = 4
     SERVED = 5  # engines have its weights
-    LEFT_TRAINER = 6  # the trainer's state is copied where it is to be saved
-    LEFT_ENGINES = 7  # it is evaluated, unless the next iteration does that
+    LEFT_TRAINER = 6  # the trainer's state is copied if it is to be saved
+    LEFT_ENGINES = 7  # it is evaluated, unless the next iteration evaluates
     DONE = 8  # its manifest is written
 
 
 class Progress:
-    """How far each iteration of this driver is. Those before `first` are done."""
+    """How far each iteration of this driver is. Iterations before `first` are done."""
 
     def __init__(self, first: int, limit: Limit = USUAL) -> None:
-        """limit: how long nothing may move in the run while an iteration waits."""
+        """limit: how long an iteration waits without progress in the run."""
         self._limit = limit
         self._done = first  # iterations before it are done
         self._reached: dict[int, Stage] = {}
         self._changed = asyncio.Condition()
 
     async def reach(self, index: int, stage: Stage) -> None:
-        """Note that an iteration is at a stage, and so past those before it."""
+        """Note that an iteration has reached a stage, and so all earlier stages."""
         beat()
         async with self._changed:
             self._reached[index] = max(stage, self._reached.get(index, stage))
@@ -66,7 +66,7 @@ class Progress:
             self._changed.notify_all()
 
     async def wait(self, index: int, stage: Stage) -> None:
-        """Wait until an iteration has reached a stage. Raises StalledError if nothing moves in the run."""
+        """Wait until an iteration has reached a stage. Raises StalledError if the run makes no progress."""
         what = f"iteration {iteration_number(index)} until it is {stage.name.lower().replace('_', ' ')}"
         await progressing(self._reaches(index, stage), what, self._limit, heartbeat)
 
@@ -103,9 +103,10 @@ class IterationSlot:
             ...  # publish
             await slot.reach(Stage.DONE)
 
-    Guarantees: an iteration works when the one L + 1 before it is done and the one before it has drawn, so at most L + 1 are
-    open. L may be lowered for an iteration before it draws. They train, sync and publish in their order. Flow runs are created when the iteration L + 1 before has trained: what
-    is left of that one seldom fails. After an iteration that fails none begins to work.
+    Guarantees: iteration i works when iteration i-L-1 is done and iteration i-1 has drawn, so at most L + 1 are open. L may be
+    lowered for an iteration before it draws. Iterations train, sync and publish in their order. The flow run of iteration i is
+    created when iteration i-L-1 has trained, since its remaining stages seldom fail. After an iteration fails, no further one
+    starts to work.
     """
 
     def __init__(
@@ -119,58 +120,60 @@ class IterationSlot:
         finish: bool = False,
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
-        """ahead: L of each iteration as it stands now. most: the largest L. last: index of the run's last iteration.
+        """ahead: the current L of each iteration. most: the largest L. last: index of the run's last iteration.
 
-        finish: weights wait for the requests of iterations that are ahead. tidy: called before the iteration works.
+        finish: weights wait for the requests of iterations ahead. tidy: called before the iteration works.
         """
         self.index, self._tidy = index, tidy
         self._progress, self._ahead, self._most = progress, ahead, most
         self._last, self._finish = last, finish
 
     async def may_work(self) -> None:
-        """Wait until the one before has drawn and the iteration L + 1 before is done."""
+        """Wait until the previous iteration has drawn and the iteration L + 1 before is done."""
         await self._progress.wait(self.index - 1, Stage.DRAWN)
         await self._progress.wait(self.index - self._ahead(self.index) - 1, Stage.DONE)
         self._tidy()
 
     async def may_draw(self) -> None:
-        """L of this iteration is decided. Wait until the iteration L + 1 before is done, where L became less."""
+        """Call it when L of this iteration is decided. If L became less, wait until the iteration L + 1 before is done."""
         await self.reach(Stage.DECIDED)
         await self._progress.wait(self.index - self._ahead(self.index) - 1, Stage.DONE)
 
     async def may_join(self) -> None:
-        """Wait until the iteration before has generated: what it deferred is known then."""
+        """Wait until the previous iteration has generated, and its deferred groups are known."""
         await self._progress.wait(self.index - 1, Stage.GENERATED)
 
     async def may_evaluate(self) -> None:
-        """Wait until engines serve the weights that this iteration begins with. It must end before this one's own are synced."""
+        """Wait until engines serve the weights that this iteration starts with. It must end before its own weights are synced."""
         await self._progress.wait(self.index - 1, Stage.SERVED)
 
     async def may_train(self) -> None:
-        """Wait until the trainer has done with the iteration before."""
+        """Wait until the trainer is done with the previous iteration."""
         await self._progress.wait(self.index - 1, Stage.LEFT_TRAINER)
 
     async def may_sync(self) -> None:
-        """Wait until engines may get this iteration's weights: the evaluation of the one before is over.
+        """Wait until engines may get this iteration's weights: the previous one's evaluation is over.
 
-        With pipeline.on_update=finish the iterations that are ahead of this one are also generated first: all of one by one version.
+        With pipeline.on_update=finish it also waits until iterations ahead have generated, so that one version generates all of
+        an iteration.
         """
         await self._progress.wait(self.index - 1, Stage.LEFT_ENGINES)
         if self._finish:
             for later in range(self.index + 1, min(self.index + self._most, self._last) + 1):
                 if not self._is_ahead(later):
-                    break  # this one must be done before it draws, and so before those after it do
+                    # this iteration must be done before the next one draws, and so before later ones draw
+                    break
                 await self._progress.wait(later, Stage.DECIDED)
                 if not self._is_ahead(later):
                     break
                 await self._progress.wait(later, Stage.GENERATED)
 
     def _is_ahead(self, later: int) -> bool:
-        """Whether a later iteration draws before this one is done, as far as that is decided: it may still become less ahead."""
+        """Whether a later iteration draws before this one is done, as decided so far: its L may still be lowered."""
         return later - self._ahead(later) <= self.index
 
     async def may_publish(self) -> None:
-        """Wait until the iteration before is done: manifests are written in order."""
+        """Wait until the previous iteration is done: manifests are written in order."""
         await self._progress.wait(self.index - 1, Stage.DONE)
 
     async def reach(self, stage: Stage) -> None:
@@ -179,7 +182,7 @@ class IterationSlot:
 
 
 class Work(Protocol):
-    """Does an iteration."""
+    """Does the work of an iteration."""
 
     def __call__(self, index: int, slot: IterationSlot) -> Coroutine[Any, Any, None]: ...
 
@@ -189,7 +192,7 @@ async def run_iterations(
 ) -> None:
     """Run every iteration of the run from index `first` on, each as a flow run of the flow `flow_name`.
 
-    ahead_of: how many iterations may be open before one; pipeline.ahead where not given, and never more than that.
+    ahead_of: how many iterations may be open before an iteration; by default pipeline.ahead, which it may not exceed.
 
     Raises the error of the iteration that fails; a flow run created after it ends too, with nothing done.
     """
@@ -202,7 +205,8 @@ async def run_iterations(
 
     def tidy(index: int) -> None:
         if index == first + ahead + 1:
-            collect_garbage()  # every module is imported by now, and no weights are being sent
+            # every module is imported by now, and no weights are being sent
+            collect_garbage()
         elif index > first and (index - first) % GIVE_BACK_EVERY == 0:
             give_back_memory()
 
@@ -242,7 +246,7 @@ async def _run_flow(work: Work, slot: IterationSlot, flow: Flow[[int], Coroutine
 
 
 def begin_subflows(attempt: int) -> None:
-    """Have the iterations of this attempt be flow runs of their own, also where an earlier one of the same flow run had as many."""
+    """Number this attempt's subflows, so that Prefect does not reuse subflows of an earlier attempt."""
     count_apart(_iteration, attempt)
 
 

@@ -1,6 +1,6 @@
-"""The model of a run that names it as on Hugging Face: at the run's own commit, in a folder of this host.
+"""The model of a run that gives its name on Hugging Face: at the run's commit, in a folder of this host.
 
-A run keeps the commit that its first start found, in run.json, and goes on with it whatever the name means by then.
+run.json keeps the commit that the first start found. Later starts use it, even if the name then means another commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ModelHere(NamedTuple):
 
 
 def model_here(config: RunConfig, weights: bool = True) -> ModelHere:
-    """The configuration with its named model's folder in place of the name; missing files are downloaded.
+    """The configuration with its named model's folder instead of the name; missing files are downloaded.
 
     weights: whether the weights are too. Raises ConfigError as of `snapshot`, StorageError if the run cannot be read.
     """
@@ -32,7 +32,7 @@ def model_here(config: RunConfig, weights: bool = True) -> ModelHere:
 
 
 def at_commit(config: RunConfig, commit: str | None, weights: bool = True) -> ModelHere:
-    """As `model_here`, at this commit, or where that is None at model.revision."""
+    """As `model_here`, at this commit; at model.revision if it is None."""
     if not is_named(config.model):
         return ModelHere(config, None, whole=True)
     found = snapshot(config.model, commit, weights)
@@ -41,7 +41,7 @@ def at_commit(config: RunConfig, commit: str | None, weights: bool = True) -> Mo
 
 
 def _commit(config: RunConfig) -> str | None:
-    """The commit that the run or its parent began with; None for a new run, and where it began with another name."""
+    """The commit that the run or its parent started with; None for a new run, and for a run that started with another name."""
     try:
         record = RunFolder(config.storage.root, config.run.name).store.read_sealed("run.json")
     except MissingFileError:

@@ -1,4 +1,4 @@
-"""The run whose stored rollouts another run trains on (pipeline.rollouts_from): whether it can be, and what the other begins with.
+"""The run whose stored rollouts another run trains on (pipeline.rollouts_from): whether it fits, and how the other run starts.
 
 Knows nothing of how the rollouts are taken; `millrace.tasks.stored_rollouts` does that.
 """
@@ -21,12 +21,12 @@ from millrace.flows.tools.browse import run_record, settings_of
 
 FIELD = "pipeline.rollouts_from"
 MADE_BY = ("run.seed", "model", "data", "rollout", "reward", "algorithm.teacher_server")
-"""What rollouts and rewards were made by; of these the type of the weights alone may differ."""
+"""Fields that decide rollouts and rewards; only the type of the weights may differ."""
 SAME_MODEL = ("model.path: ", "model.tokenizer: ", "model.chat_template: ")
 
 
 def source_problems(config: RunConfig) -> Iterator[Problem]:
-    """Why the run that pipeline.rollouts_from names cannot give this one its rollouts, and the fields that would have to be its."""
+    """Why the run that pipeline.rollouts_from names cannot give its rollouts to this run, and the fields that must match."""
     name = config.pipeline.rollouts_from
     if name is None or name == config.run.name:
         return
@@ -49,7 +49,8 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
                 f"the rollouts of {name} were made with {change.before!r:.200}",
                 f"set it to that, or make rollouts with {change.now!r:.200}",
             )
-    if not is_named(config.model):  # else its folder is compared once it is there
+    # the folder of a named model is compared once it is there
+    if not is_named(config.model):
         yield from _of_other_files(config, name, record)
     if source.steps_per_iteration != config.steps_per_iteration:
         yield Problem(
@@ -99,7 +100,7 @@ def _made_them(path: str) -> bool:
 
 
 def begun_with(config: RunConfig) -> dict[str, Any]:
-    """What the run.json of a new run says of the run that its rollouts are from: whose records lie in its iterations."""
+    """Entry of a new run's run.json about the run that its rollouts come from, whose records lie in its iterations."""
     if config.pipeline.rollouts_from is None:
         return {}
     record = run_record(config.storage.root, config.pipeline.rollouts_from)

@@ -45,8 +45,8 @@ from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-STARTS = 10  # of one flow run in one iteration
-ERROR_CHARACTERS = 2000  # of an error that ended an attempt
+STARTS = 10  # starts of one flow run without a complete iteration
+ERROR_CHARACTERS = 2000  # characters kept of an error that ended an attempt
 VERSIONED = (
     "millrace",
     "torch",
@@ -70,7 +70,7 @@ def run_id(store: Store) -> str:
 
 
 def is_complete(store: Store) -> bool:
-    """Whether run.json marks the run complete, or there is none to mark it."""
+    """Whether run.json marks the run complete, or does not exist."""
     try:
         return bool(store.read_sealed("run.json").get("completed"))
     except MissingFileError:
@@ -80,7 +80,7 @@ def is_complete(store: Store) -> bool:
 async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, commit: str | None) -> None:
     """Write or extend run.json, and open the MLflow run that belongs to it.
 
-    asked: the configuration as it was given, in which the model may be named. commit: that of the named model.
+    asked: the configuration as it was given, in which the model may be named. commit: of the named model.
     Raises ConfigError if the configuration differs from the run's in a field that would make it another run.
     """
     store = runtime.run_folder.store
@@ -126,7 +126,8 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["code_revision"] = code_revision()
     if record["attempts"] and (stall := record["attempts"][-1].get("stalled")):
         log.warning("the start before ended by a stall: %s: %s", stall["waited_for"], stall["reason"])
-    record.pop("completed", None)  # it goes on: more iterations are wanted
+    # the run continues: more iterations are wanted
+    record.pop("completed", None)
     record["attempts"].append(
         {
             "number": attempt,
@@ -143,7 +144,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
 def _settle_earlier(
     attempts: list[dict[str, Any]], settle: Callable[[Sequence[str], str], object] = settle_dead
 ) -> None:
-    """Give the flow runs of earlier attempts, which this driver's lease says are dead, a final state on Prefect's page."""
+    """Set a final state on Prefect's page for flow runs of earlier attempts: they are dead, as this driver has the lease."""
     ours = (None, str(flow_run.id))
     earlier = [attempt["flow_run_id"] for attempt in attempts if attempt["flow_run_id"] not in ours]
     if earlier:
@@ -151,14 +152,14 @@ def _settle_earlier(
 
 
 def _asks_for_another(before: RunConfig, now: RunConfig) -> bool:
-    """Whether this start sets otherwise how far ahead the run is: else what was lowered stays so."""
+    """Whether this start changes how far ahead the run goes; if not, a lowered setting stays lowered."""
     return (before.pipeline.ahead, before.pipeline.min_ess) != (now.pipeline.ahead, now.pipeline.min_ess)
 
 
 def check_goes_on(record: dict[str, Any], flow_run_id: str, complete: int) -> None:
-    """Refuse the start of a flow run whose newest starts all ended before an iteration was complete: it would be resumed for ever.
+    """Refuse the start of a flow run whose newest starts all ended before an iteration was complete: it would resume forever.
 
-    complete: how many iterations are.
+    complete: number of complete iterations.
     """
     newest = record["attempts"][-STARTS:]
     if len(newest) == STARTS and all(
@@ -172,13 +173,13 @@ def check_goes_on(record: dict[str, Any], flow_run_id: str, complete: int) -> No
 
 
 def _note_floor(record: dict[str, Any], runtime: Runtime) -> None:
-    """What rounding makes of the model's log-probabilities, where this start has measured it."""
+    """Record the rounding floor of the model's log-probabilities, if this start has measured it."""
     if runtime.rounding_floor is not None:
         record["logprob_gap_floor"] = runtime.rounding_floor
 
 
 async def finish_run_record(runtime: Runtime) -> None:
-    """Mark the run complete in its trackers, and last in run.json: a start that finds no mark there does all of it again."""
+    """Mark the run complete in its trackers, and last in run.json: a start that finds no mark there repeats all of it."""
     store, last = runtime.run_folder.store, runtime.config.run.iterations
     await kill_point(last, "finish", "before")
     await report.close_tracking(runtime)
@@ -195,13 +196,14 @@ async def finish_run_record(runtime: Runtime) -> None:
 async def record_end(runtime: Runtime, attempt: int, by: str | None, error: BaseException) -> None:
     """Note in run.json how this attempt ended before the run was complete.
 
-    attempt: its number. by: the signal or the pause that ended it; None: the error did.
+    attempt: its number. by: the signal or the pause that ended it; None: the error.
     """
     store = runtime.run_folder.store
     try:
         record = await asyncio.to_thread(store.read_sealed, "run.json")
     except MissingFileError:
-        return  # it ended before there was a run
+        # the attempt ended before there was a run
+        return
     if not record["attempts"] or record["attempts"][-1]["number"] != attempt:
         return
     _note_floor(record, runtime)
@@ -217,7 +219,7 @@ async def record_end(runtime: Runtime, attempt: int, by: str | None, error: Base
 
 
 async def record_verdict(runtime: Runtime, error: StalledError) -> None:
-    """Note in run.json by what stall this attempt ended."""
+    """Note in run.json the stall that ended this attempt."""
     store = runtime.run_folder.store
     record = await asyncio.to_thread(store.read_sealed, "run.json")
     record["attempts"][-1]["stalled"] = {
@@ -230,7 +232,7 @@ async def record_verdict(runtime: Runtime, error: StalledError) -> None:
 
 
 def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict[str, Any]]:
-    """The spans of iterations that drew from the same data; the last span is what the sources hold now.
+    """The spans of iterations that drew from the same data; the last span has the current data.
 
     Refuses sources that changed under the run, naming the changes, unless data.allow_changes is set: then the ledger starts
     again at the first open iteration. A file that was only moved is the same data.

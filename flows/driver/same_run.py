@@ -1,4 +1,4 @@
-"""Whether a configuration may go on with a stored run, or begin a branch of one: which changed fields are refused, and why.
+"""Whether a configuration may resume a stored run, or start a branch of one: which changed fields are refused, and why.
 
 Knows nothing of flows. `millrace check` names the refused fields before anything starts; the driver refuses them again.
 """
@@ -18,7 +18,7 @@ from millrace.core.errors import ConfigError, of_run
 
 
 def stored_config(values: dict[str, Any], run: str) -> RunConfig:
-    """The configuration in a run.json; fields that are younger than it have their defaults."""
+    """The configuration in a run.json; newer fields have their defaults."""
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -27,7 +27,7 @@ def stored_config(values: dict[str, Any], run: str) -> RunConfig:
 
 
 def hashed_in(record: Mapping[str, Any]) -> set[str]:
-    """The fields of which a run.json holds hashes of what they name: that may lie elsewhere now, if it is the same."""
+    """The fields whose files a run.json holds hashes of: these files may have another path now, if their content is the same."""
     return {name.partition(": ")[0] for name in record.get("fingerprints", {"model": ()})["model"]}
 
 
@@ -50,12 +50,12 @@ def refused_in_branch(before: RunConfig, now: RunConfig, hashed: Collection[str]
 
 
 def _changes(before: RunConfig, now: RunConfig) -> Iterator[Change]:
-    """The fields that differ. `auto` asks for no other type than the run has."""
+    """The fields that differ. `auto` means the run's type."""
     return changes(before.with_dtype(before.dtype), now.with_dtype(before.dtype))
 
 
 def check_resume(before: RunConfig, now: RunConfig, hashed: Collection[str] = ()) -> None:
-    """Refuse to go on with a run if a field differs that a resume may not change, naming every one."""
+    """Refuse to resume a run if a field differs that a resume may not change, naming every such field."""
     refused = refused_in_run(before, now, hashed)
     if refused:
         branch, run = all(change.restart.branch for change in refused), before.run.name
@@ -73,7 +73,7 @@ def check_resume(before: RunConfig, now: RunConfig, hashed: Collection[str] = ()
 def check_branch(
     before: RunConfig, now: RunConfig, parent: dict[str, Any], hashed: Collection[str] = ()
 ) -> None:
-    """Refuse to begin a branch if a field differs from its parent's that a branch may not change, naming every one."""
+    """Refuse to start a branch if a field differs from its parent's that a branch may not change, naming every such field."""
     refused = refused_in_branch(before, now, hashed)
     if refused:
         raise ConfigError(
@@ -95,7 +95,7 @@ def check_branch(
 
 
 def only_moved(change: Change, hashed: Collection[str]) -> bool:
-    """Whether a path differs that names the same as before, or what hashes are about to compare."""
+    """Whether only a path differs: its content is the same, or is compared by hashes later."""
     return change.moved and (
         change.path in hashed or os.path.realpath(change.before) == os.path.realpath(change.now)
     )

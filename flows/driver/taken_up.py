@@ -1,6 +1,6 @@
-"""What a start takes up that differs from the start before it: settings, code and versions, each with its iteration.
+"""Differences of a start from the previous start: settings, code and versions, each with its iteration.
 
-Owns the list `changes` in run.json, so that the record of a run never forgets what it was made under.
+Owns the list `changes` in run.json, so that a run's record has the settings of every iteration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from millrace.core.errors import ConfigError
 from millrace.flows.driver.fingerprints import differences
 
 log = logging.getLogger(__name__)
-LATER = (  # what the hashes of an earlier start may lack
+LATER = (  # hashes that earlier releases did not record
     "algorithm.teacher: ",
     "algorithm.reference: ",
     "algorithm.advantage.critic.path: ",
@@ -25,7 +25,7 @@ LATER = (  # what the hashes of an earlier start may lack
 
 
 def branched_fields(record: dict[str, Any], before: RunConfig, now: RunConfig) -> list[str]:
-    """The fields that a branch sets otherwise than its parent, at its first start; none at any other start."""
+    """The fields that a branch changes from its parent, at its first start; none at any other start."""
     return [] if record["config"] is not None else [change.path for change in changes(before, now)]
 
 
@@ -35,9 +35,9 @@ def check_same_model(
     now: dict[str, dict[str, str]],
     branched: Collection[str] = (),
 ) -> None:
-    """Refuse to go on with another model than the run's, naming the files. `before`: fingerprints of an earlier start, if any.
+    """Refuse to resume with another model than the run's, naming the files. `before`: fingerprints of an earlier start, if any.
 
-    branched: fields that a branch sets otherwise at its first start; the files of these are others.
+    branched: fields that a branch changes at its first start; their files may differ.
     """
     changed = [
         name
@@ -61,9 +61,9 @@ def taken_up(
     versions: dict[str, str],
     since: int,
 ) -> list[dict[str, Any]]:
-    """The run's list of changes with those of this start, which hold from the iteration with index `since` on.
+    """The run's list of changes with the changes of this start, which hold from the iteration with index `since` on.
 
-    record: run.json as it was. Logs a line for each.
+    record: run.json before this start. Logs a line for each change.
     """
     items = [
         {"field": change.path, "was": change.before, "now": change.now} for change in changes(before, now)

@@ -1,4 +1,4 @@
-"""What `model.dtype: auto` means: the type that a run has, or for a new run the stored type on GPUs, and float32 on a CPU."""
+"""Resolves `model.dtype: auto`: a run keeps its type; a new run has the stored type on GPUs, and float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DType = Literal["float32", "bfloat16"]
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """The configuration with the run's type in place of `auto`. model.path is a folder.
+    """The configuration with `auto` replaced by the run's type. model.path is a folder.
 
-    Raises ConfigError where a new run would need a choice, StorageError if the run cannot be read.
+    Raises ConfigError if the user must choose for a new run, StorageError if the run cannot be read.
     """
     return (
         config.with_dtype(_of_run(config) or of_new_run(config)) if config.model.dtype == "auto" else config
@@ -27,7 +27,7 @@ def settled(config: RunConfig) -> RunConfig:
 
 
 def of_new_run(config: RunConfig) -> DType:
-    """What `auto` means for a run that starts on this host. Raises ConfigError for a stored type that cannot be trained."""
+    """The type of `auto` for a new run on this host. Raises ConfigError for a stored type that cannot be trained."""
     if layout_of(config, visible_gpus()).device == "cpu":
         return "float32"
     stored = stored_as(config.model.path)
@@ -41,7 +41,7 @@ def of_new_run(config: RunConfig) -> DType:
 
 
 def stored_as(folder: str) -> str:
-    """The type of a folder's weights: as its files have it, else as config.json says, else float32."""
+    """The type of a folder's weights: from its files, else from config.json, else float32."""
     file = Path(folder) / "config.json"
     if not (stored := stored_type(folder)) and file.exists():
         values = json.loads(file.read_text(encoding="utf-8"))

@@ -1,7 +1,8 @@
-"""`millrace check`: touch everything that a configuration names, once, before anything starts.
+"""`millrace check`: check everything that a configuration names, once, before anything starts.
 
-Owns the order of the checks and which of them run at the same time. Imports no torch, ray, mlflow or transformers, and prefect only where a reference names one of its blocks.
-Imports the user's modules. Of their functions it calls the reward alone, in a process of its own.
+Owns the order of the checks and which of them run at the same time. Imports no torch, ray, mlflow or transformers, and prefect
+only if a reference names one of its blocks. Imports the user's modules. Of their functions it calls only the reward, in a
+separate process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from millrace.flows.preflight.check_run import StoredRun, check_run
 from millrace.flows.preflight.check_session import check_named_rollouts, check_session
 from millrace.flows.preflight.check_versions import check_versions, installed, needs
 
-PATIENCE_S = 5.0  # for a server that accepts the connection and never answers
+PATIENCE_S = 5.0  # for a server that accepts connections and never answers
 DISK_PATIENCE_S = 60.0  # for a disk, which may be busy
 
 Touch = Callable[[], list[Problem]]
@@ -46,20 +47,20 @@ Touch = Callable[[], list[Problem]]
 
 @dataclass
 class Checked:
-    """What the checks found: problems, and what the plan shows of the parts that were touched."""
+    """Results of the checks: problems, and facts for the plan."""
 
     config: RunConfig
     problems: list[Problem]
     data: list[Rows]
-    absent: list[Rows] = field(default_factory=list)  # that run.prepare is to make
+    absent: list[Rows] = field(default_factory=list)  # sources that run.prepare will make
     model: Checkpoint = field(default_factory=Checkpoint)
     run: StoredRun = field(default_factory=StoredRun)
     rewards: list[RewardAnswers] = field(default_factory=list)
-    file: Path | None = None  # that the configuration was read from
+    file: Path | None = None  # the file that the configuration was read from
 
     @property
     def located(self) -> RunConfig:
-        """The configuration with the folder of a named model in place of its name, and the type of the weights, where found."""
+        """The configuration with a named model's folder instead of its name, and the type of the weights, if they were found."""
         here = self.model.here or self.config
         dtype = self.run.dtype or self.model.dtype
         return here.with_dtype(dtype) if dtype else here
@@ -79,10 +80,9 @@ def check(config: RunConfig, prepared: bool = False) -> list[Problem]:
 
 
 def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = False) -> Checked:
-    """The same, with what the checks saw.
+    """Check a configuration; returns problems and facts for the plan.
 
-    before: problems that reading the configuration found. Where a field is among them, `config` holds a stand-in for it, and
-    what would be said of the stand-in is left out.
+    before: problems of reading the configuration. For their fields, `config` holds stand-ins, whose problems are left out.
     """
     search_in(config.run.import_from)
     may_be_made = config.run.prepare is not None and not prepared
@@ -93,14 +93,16 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     data = [rows for rows in sources(config) if rows.place not in wrong_fields]
     absent = [rows for rows in data if may_be_made and not rows.function and is_absent(rows.source.path)]
     data = [rows for rows in data if rows not in absent]
-    referred = [*check_references(config)]  # before a function of rows is called, which gets its secrets
+    # before a function of rows is called, which gets its secrets
+    referred = [*check_references(config)]
     data = [rows for rows in data if not _lacks_secret(rows, referred)]
     found = Checked(config, problems, data, absent)
     touches = _touches(found, wrong_fields)
     needed = needs()
     later = [*check_versions(needed, installed([item.name for item in needed]))]
     later += check_model(config, may_be_made, found.model)
-    if found.model.dtype:  # then rules see what auto means
+    # then rules know the type that auto means
+    if found.model.dtype:
         later += rules.problems(config.with_dtype(found.model.dtype))
     if found.model.shape:
         later += check_host_memory(found.located, found.model.shape)
@@ -128,7 +130,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
 
 
 def _lacks_secret(rows: Rows, referred: Sequence[Problem]) -> bool:
-    """Whether a function of rows refers to what is not there."""
+    """Whether a function of rows refers to a missing secret."""
     missing = {problem.value for problem in referred}
     return rows.function is not None and any(
         f"${{{reference}}}" in missing for reference in references(rows.function.options)
@@ -136,7 +138,7 @@ def _lacks_secret(rows: Rows, referred: Sequence[Problem]) -> bool:
 
 
 def _template_kwargs(config: RunConfig) -> list[dict[str, Any]]:
-    """The different variables that sources and sets give to the chat template."""
+    """The distinct variables that sources and sets give to the chat template."""
     found: list[dict[str, Any]] = []
     for rows in sources(config):
         if rows.source.chat_template_kwargs not in found:
@@ -145,14 +147,14 @@ def _template_kwargs(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def _add(problems: list[Problem], more: Sequence[Problem], stood_in: set[str]) -> None:
-    """Add those that are not there yet, and that are of no field whose value is a stand-in."""
+    """Add new problems, except for fields whose value is a stand-in."""
     for problem in more:
         if problem not in problems and not any(name in str(problem) for name in stood_in):
             problems.append(problem)
 
 
 def _touches(found: Checked, wrong_fields: set[str]) -> _Touches:
-    """Start the checks that wait for files and servers; adds a problem for each URL that fsspec cannot open."""
+    """Start the checks that read files and ask servers; adds a problem for each URL that fsspec cannot open."""
     config, problems = found.config, found.problems
     touches: dict[str, Touch] = {
         rows.place: rows.read
@@ -174,9 +176,9 @@ def _touches(found: Checked, wrong_fields: set[str]) -> _Touches:
 
 
 class _Touches:
-    """Checks that wait for files and servers, each in a thread of its own. The wait for each has an end.
+    """Checks that read files and ask servers, each in its own thread and with a time limit.
 
-    on_disk: those of them that read a disk.
+    on_disk: the checks that read a disk.
     """
 
     def __init__(self, touches: dict[str, Touch], on_disk: set[str]) -> None:

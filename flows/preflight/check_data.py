@@ -32,7 +32,7 @@ from millrace.flows.preflight.check_model import Checkpoint, special_tokens
 from millrace.flows.preflight.check_prompts import rendered
 from millrace.tasks.data.own_rows import OwnRows
 
-ROWS, BYTES = 20_000, 8 << 20  # that are read of a file on a disk
+ROWS, BYTES = 20_000, 8 << 20  # limits of reading a file on a disk
 ROWS_FROM_AFAR, BYTES_FROM_AFAR = 1_000, 1 << 20
 REMEDIES = {  # by the kind of reason why no row can be used
     "not UTF-8": "save the file as UTF-8; unpack it if it is compressed",
@@ -45,33 +45,33 @@ ARRAY = "it is one JSON array; write an object a line, as `jq -c '.[]' FILE > FI
 
 
 class Rows:
-    """The first rows of a source: those that can be used, and those that cannot."""
+    """The first rows of a source, usable and unusable."""
 
     def __init__(self, field: str, source: Source | EvalSet) -> None:
         self.field = field
         self.source = source
         self.usable: list[PromptRow] = []
         self.refused: list[Quarantined] = []
-        self.total = 0  # rows of the file, or about as many
+        self.total = 0  # number of rows of the file, maybe estimated
         self.whole = False  # whether all of them were read
-        self.pieces: dict[int, list[Piece]] = {}  # of the first dialogues that are trained, by row
-        self.texts: list[str] = []  # of the first usable rows, as they are sent
-        self.lengths: list[int] = []  # of these, in tokens
+        self.pieces: dict[int, list[Piece]] = {}  # pieces of the first trained dialogues, by row
+        self.texts: list[str] = []  # texts of the first usable rows, in the form that is sent
+        self.lengths: list[int] = []  # tokens of these texts
         self.too_long: list[Quarantined] = []
 
     @property
     def place(self) -> str:
-        """The field that says where the rows come from."""
+        """The field that names the origin of the rows."""
         return f"{self.field}.rows" if self.function else f"{self.field}.path"
 
     @property
     def origin(self) -> str:
-        """Where the rows come from, as messages name it."""
+        """The origin of the rows, as messages name it."""
         return self.function.function if self.function else self.source.path
 
     @property
     def function(self) -> UserFunction | None:
-        """The function that makes the rows, of a source that has one."""
+        """The function that makes the rows, if the source has one."""
         return self.source.rows if isinstance(self.source, Source) else None
 
     @property
@@ -86,11 +86,11 @@ class Rows:
 
     @property
     def complete(self) -> bool:
-        """Whether every row was read, and every usable one tokenised: then `unusable` are all there are."""
+        """Whether every row was read, and every usable row tokenised, so that `unusable` is complete."""
         return self.whole and len(self.lengths) == len(self.usable)
 
     def read(self) -> list[Problem]:
-        """Read the rows; returns problems of the file itself. Runs in a thread of its own."""
+        """Read the rows; returns problems of the file itself. Runs in its own thread."""
         if isinstance(self.source, Source) and self.source.rows:
             return self._made(self.source)
         path = self.source.path
@@ -109,7 +109,7 @@ class Rows:
         return [self._none_usable()]
 
     def _made(self, source: Source) -> list[Problem]:
-        """The first rows that a function makes."""
+        """Read the first rows that a function makes."""
         try:
             rows = OwnRows(source)
             try:
@@ -126,14 +126,14 @@ class Rows:
         return [] if self.usable else [self._none_usable()]
 
     def set_aside(self, limit: int) -> list[Problem]:
-        """Refuse rows of far more than `limit` tokens before they are rendered or tokenised; a problem if these are all."""
+        """Refuse rows of far more than `limit` tokens before they are rendered or tokenised; a problem if no row is left."""
         found = [far_too_long(row, self.source, limit) for row in self.usable]
         self.refused += [item for item in found if item]
         self.usable = [row for row, item in zip(self.usable, found, strict=True) if not item]
         return [self._none_usable()] if found and not self.usable else []
 
     def refuse_stops(self, tokenizer: Any, *, skips_special: bool) -> list[Problem]:
-        """Refuse rows whose own stops no answer has; a problem if these are all. skips_special: of answers' texts."""
+        """Refuse rows whose own stops occur in no answer; a problem if no row is left. skips_special: of answers' texts."""
         if tokenizer is None or not self.usable:
             return []
         special = special_tokens(tokenizer) if skips_special else {}
@@ -186,7 +186,7 @@ class Rows:
 
 
 def sources(config: RunConfig) -> list[Rows]:
-    """Every source and evaluation set, not read yet."""
+    """Every source and evaluation set, before reading."""
     training = [Rows(f"data.sources.{source.name}", source) for source in config.data.sources]
     held_out = [Rows(f"evaluation.sets.{held_out.name}", held_out) for held_out in config.evaluation.sets]
     return training + held_out
@@ -279,7 +279,7 @@ def _kind(label: Any) -> str:
 
 
 def _metadata(rows: Rows) -> Iterator[Problem]:
-    """A key of metadata that no row has: a default one need not be there."""
+    """Keys of metadata that no row has; a default key may be missing."""
     source, count = rows.source, len(rows.usable)
     absent = f"none of the first {count} rows of {rows.origin} has it"
     remedy = "correct it; a part of a column is dotted, as in extra_info.index"
@@ -303,7 +303,7 @@ def _metadata(rows: Rows) -> Iterator[Problem]:
 def unknown_names(
     rows: Rows, unknown: Sequence[tuple[PromptRow, str]], what: str, remedy: str
 ) -> Iterator[Problem]:
-    """Rows whose metadata name what the configuration does not have, each with the reason. what: that they name."""
+    """Rows whose metadata name something that the configuration does not have, with the reason. what: the kind of name."""
     if unknown:
         row, reason = unknown[0]
         yield Problem(

@@ -1,4 +1,4 @@
-"""Check whole dialogues that are trained: what of each has a loss, under the model's template.
+"""Check whole dialogues that are trained: which tokens have a loss, under the model's template.
 
 Imports no torch and no transformers.
 """
@@ -19,11 +19,11 @@ from millrace.flows.preflight.check_model import Checkpoint
 if TYPE_CHECKING:
     from millrace.flows.preflight.check_data import Rows
 
-ROWS = 500  # that are rendered; a dialogue is rendered twice for each turn
+ROWS = 500  # number of rendered dialogues; each is rendered twice for each turn
 
 
 def check_dialogues(rows: Rows, model: Checkpoint) -> Iterator[Problem]:
-    """Problems of the first dialogues; fills the rows' pieces and texts. One that cannot be trained is a refused row."""
+    """Problems of the first dialogues; fills the rows' pieces and texts. A dialogue that cannot be trained is a refused row."""
     if model.template is None:
         if not model.has_template and model.shape:
             yield Problem(
@@ -64,7 +64,7 @@ def check_dialogues(rows: Rows, model: Checkpoint) -> Iterator[Problem]:
 
 
 def trained_tokens(cut: Sequence[Piece], tokenizer: Any) -> int:
-    """Tokens of a dialogue that have a loss."""
+    """Number of a dialogue's tokens with a loss."""
     return sum(
         len(tokenizer.encode(piece.text, add_special_tokens=False).ids) for piece in cut if piece.trained
     )

@@ -1,6 +1,6 @@
-"""Where answers end: texts to stop at that no answer has, and a line of the plan where the model's files do not name the token.
+"""How answers end: checks for stop texts that no answer has, and a line of the plan if the model's files lack an end token.
 
-Reads files alone, without transformers. What a request names is connectors/huggingface/answer_ends.py's to say.
+Reads only files, without transformers. connectors/huggingface/answer_ends.py decides the tokens of a request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_stops(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
 
 
 def answer_ends(config: RunConfig, found: Checkpoint) -> AnswerEnds | None:
-    """Where answers of the run will end; None if the tokenizer's files are of a kind that is not read here."""
+    """The tokens that end the run's answers; None if the tokenizer's files are of a kind that is not read here."""
     special, template = special_tokens(found.tokenizer), found.template
     if not special:
         return None
@@ -50,7 +50,7 @@ def answer_ends(config: RunConfig, found: Checkpoint) -> AnswerEnds | None:
 
 
 def ends_text(config: RunConfig, found: Checkpoint) -> str | None:
-    """What the plan says where the model's files do not name every token that ends an answer."""
+    """The plan's text if the model's files do not name every token that ends an answer."""
     ends = answer_ends(config, found)
     if ends is None or not ends.added:
         return None

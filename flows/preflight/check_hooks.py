@@ -36,8 +36,8 @@ from millrace.core.slime.names import WHOLE_ROLLOUT, missing, refusal
 from millrace.core.slime.source import reads_of
 
 ROUTER = ("router_args.py",)
-ROLLOUTS, FILTER = "rollout.session.function", "filter.group_filter"  # fields that take slime's signature
-NOT_OF_SLIME = {  # fields that do not: why, and the way
+ROLLOUTS, FILTER = "rollout.session.function", "filter.group_filter"  # fields that accept slime's signature
+NOT_OF_SLIME = {  # fields that do not: the reason, and the alternative
     "algorithm.advantage": (
         "slime's takes a batch of its trainer, with token tensors; here an advantage is computed before, from rewards",
         "write advantage(rewards, group_ids)",
@@ -63,7 +63,7 @@ NOT_OF_SLIME = {  # fields that do not: why, and the way
         "give it the parameters of docs/algorithms.md#your-functions",
     ),
 }
-NAMED = re.compile(r"(?<=^rollout\.session\.)named\..+$")  # in place of rollout.session.function
+NAMED = re.compile(r"(?<=^rollout\.session\.)named\..+$")  # fields like rollout.session.function
 
 
 def check_hooks(config: RunConfig) -> Iterator[Problem]:
@@ -86,7 +86,7 @@ def hidden_modules(config: RunConfig) -> Iterator[str]:
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None, Sequence[str]]]:
-    """Each field that may name a function, with it and the arguments that it is called with."""
+    """Each field that may name a function, with the function and the arguments that it is called with."""
     a = config.algorithm
     for source in config.data.sources:
         if source.rows and source.levels:
@@ -121,7 +121,7 @@ def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None, Se
 def _hook(
     place: str, user_function: UserFunction | None, arguments: Sequence[str] | None
 ) -> Iterator[Problem]:
-    """arguments: that it gets besides its options; None: any."""
+    """Problems of a function. arguments: its arguments besides its options; None: any."""
     if user_function is None:
         return
     field, path, options = f"{place}.function", user_function.function, user_function.options
@@ -154,7 +154,7 @@ def _hook(
             yield Problem(field, path, reason, f"{remedy}, and name it as package.module:function")
             return
         taken = form_of(function).arguments if field_of_slime == ROLLOUTS else ["args", "samples"]
-        arguments, options = taken, {}  # its options become attributes of args
+        arguments, options = taken, {}  # for slime, the options become attributes of args
     try:
         signature.bind(*arguments)
     except TypeError as error:
@@ -180,7 +180,7 @@ def _hook(
 
 
 def _of_slime(config: RunConfig, place: str, function: UserFunction) -> Iterator[Problem]:
-    """What the source of a hook reads that is not here. A hook that cannot be loaded has its problem."""
+    """Names that a slime hook's source reads and that do not exist here. A hook that cannot be loaded has another problem."""
     try:
         loaded = load(function.function, place)
     except Exception:  # noqa: BLE001 - `_hook` says what it raises

@@ -1,4 +1,4 @@
-"""What this host and the addresses in a configuration must offer: GPUs, packages, a Ray head, engines, a port to listen on."""
+"""Checks this host and the addresses in a configuration: GPUs, packages, a Ray head, engines, a port to listen on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from millrace.core.resource_layout import resource_layout
 
 CONNECT_S = 1.0
 
-TRANSFERS = {  # the package that SGLang imports to move KV caches, and the wheel that has it
+TRANSFERS = {  # the package that SGLang imports to move KV caches, and its wheel
     "mooncake": ("mooncake", "mooncake-transfer-engine"),
     "mooncake_tcp": ("mooncake", "mooncake-transfer-engine"),
     "nixl": ("nixl", "nixl"),
@@ -94,7 +94,7 @@ def _home() -> Iterator[Problem]:
             "MILLRACE_HOME",
             os.environ.get("MILLRACE_HOME", "~/.millrace"),
             f"no folder that can be written: {error.strerror or error}",
-            "export MILLRACE_HOME=FOLDER with a folder of yours",
+            "export MILLRACE_HOME=FOLDER with a folder that you can write",
         )
 
 
@@ -133,7 +133,7 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
                 f"{place}.{name}",
                 value,
                 "without a GPU engines are embedded ones, which have no grammar backend",
-                "leave it out, or run where a GPU is",
+                "leave it out, or run on a host with a GPU",
             )
     if here and config.engines.kind == "sglang" and not sglang_finds("sglang"):
         yield Problem(
@@ -186,7 +186,7 @@ def _keeps_requests(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
-    """A problem if this host could never hold what ranks on its GPUs keep in its memory, were nothing else there."""
+    """A problem if ranks on this host's GPUs need more host memory than the host has."""
     if config.placement.ray_address:
         return
     parts = host_memory(config, shape, layout_of(config, visible_gpus()))
@@ -199,19 +199,20 @@ def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Proble
         remedy = "set it to false, and iterations wait until their checkpoints are written; or give the node more memory"
         yield Problem("checkpoint.background", config.checkpoint.background, reason, remedy)
     else:
-        remedy = "set it to false where the GPUs have room for trainer and engines at once, or give the node more memory"
+        remedy = "set it to false if the GPUs have room for trainer and engines at once, or give the node more memory"
         yield Problem("placement.offload_trainer", True, reason, remedy)
 
 
 def check_disk(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
-    """A problem if the disk of the run's folder has no room for its checkpoints and exports, beside what else is there."""
+    """A problem if the disk of the run's folder has no room for its checkpoints and exports."""
     store = RunFolder(config.storage.root, config.run.name).store
     if not store.local:
         return
     folder = Path(store.root)
     parts = [part for part in weights_on_disk(config, shape, numbers_of(config)) if part.size]
     needed = sum(part.size for part in parts)
-    there = sum(_bytes(folder / name) for name in ("checkpoints", "exports"))  # stays, or makes room
+    # these files stay, or make room
+    there = sum(_bytes(folder / name) for name in ("checkpoints", "exports"))
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     room = shutil.disk_usage(nearest).free + there
     if needed > room:
@@ -225,7 +226,7 @@ def check_disk(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
 
 
 def _bytes(folder: Path) -> int:
-    """Of its files. A run that lives may remove some meanwhile."""
+    """Size of a folder's files. A live run may remove some meanwhile."""
     size = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -246,7 +247,7 @@ def _transfers(library: str) -> Iterator[Problem]:
 
 
 def engine_answers(address: str, key: str | None) -> Iterator[Problem]:
-    """A problem unless an engine answers at the address and takes the key, a reference."""
+    """A problem unless an engine answers at the address and accepts the key, which is a reference."""
     try:
         given = resolved(key, "engines.key")
         headers = {"Authorization": f"Bearer {given}"} if given else {}
@@ -254,7 +255,8 @@ def engine_answers(address: str, key: str | None) -> Iterator[Problem]:
         with urllib.request.urlopen(request, timeout=10):
             return
     except ConfigError:
-        return  # check_references says it
+        # check_references reports it
+        return
     except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors
         if isinstance(error, urllib.error.HTTPError) and error.code == 401:
             reason = f"the engine at {address} asks for another key"

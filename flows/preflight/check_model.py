@@ -1,4 +1,4 @@
-"""Check the model against its checkpoint folder: files, sizes, tokenizer, chat template; and the tokenizer of a served teacher.
+"""Check the model's folder: files, sizes, tokenizer and chat template. Check the tokenizer of a served teacher.
 
 Imports no torch and no transformers.
 """
@@ -43,14 +43,16 @@ class Checkpoint:
     shape: Architecture | None = None
     tokenizer: Any = None
     template: ChatTemplate | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list)  # what is shown of functions to call
+    tools: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # schemas of the functions that the model may call
     ends: list[str] = field(default_factory=list)  # texts of tokens that may end a turn
-    reads_answers: bool = False  # whether the tokenizer says how its answers are read
+    reads_answers: bool = False  # whether the tokenizer has a parser of its answers
     has_template: bool = False  # whether there is a template, valid or not
-    here: RunConfig | None = None  # the configuration with the folder of a model that it names
+    here: RunConfig | None = None  # the configuration with a named model's folder
     whole: bool = True  # whether the weights are on this host
     stored: str = ""  # the type of the weights in the folder
-    dtype: DType | None = None  # what model.dtype: auto means for a new run
+    dtype: DType | None = None  # the type that model.dtype: auto means for a new run
 
 
 def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iterator[Problem]:
@@ -67,7 +69,7 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
             yield Problem(field, value, error.reason, error.remedy or GET)
             return
         except StorageError:
-            return  # a problem of storage.root, which has a check of its own
+            return  # the problem belongs to storage.root, which has its own check
         found.here, found.whole, path = config, whole, config.model.path
     shape = yield from _folder("model.path", path, whole)
     if shape:
@@ -91,7 +93,7 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
 
 
 def _beside(config: RunConfig, field: str, path: str, shape: Architecture | None) -> Iterator[Problem]:
-    """What keeps a folder from being a model beside the policy, in its layout and with its tokenizer. shape: the policy's."""
+    """Problems of a model beside the policy, which needs its layout and its tokenizer. shape: the policy's."""
     whose = "critic" if field == CRITIC else "teacher"
     other = yield from _folder(field, path)
     if other and shape and other.vocab != shape.vocab:
@@ -106,7 +108,7 @@ def _beside(config: RunConfig, field: str, path: str, shape: Architecture | None
 
 
 def _reference(config: RunConfig, shape: Architecture | None, may_be_made: bool) -> Iterator[Problem]:
-    """What keeps a folder from being the reference: it is laid into the policy's model."""
+    """Problems of the reference's folder, whose weights are loaded into the policy's model."""
     field, path = "algorithm.reference", config.algorithm.reference
     if not path or (may_be_made and not os.path.exists(Path(path) / "config.json")):
         return
@@ -123,7 +125,7 @@ def _reference(config: RunConfig, shape: Architecture | None, may_be_made: bool)
 
 
 def _folder(field: str, folder: str, whole: bool = True) -> Generator[Problem, None, Architecture | None]:
-    """The shape of a folder's model. whole: its weights must be there too."""
+    """The shape of a folder's model. whole: whether its weights must be there too."""
     try:
         os.scandir(folder).close()
     except OSError as error:
@@ -273,13 +275,16 @@ def check_served_teacher(config: RunConfig, found: Checkpoint) -> Iterator[Probl
     if server is None or config.algorithm.supervised:
         return
     if found.tokenizer is None and not found.has_template:
-        return  # `check_model` says what is wrong with its folder
+        # `check_model` reports the problem of its folder
+        return
     quick = server.model_copy(update={"attempts": 1, "timeout_s": min(server.timeout_s, PATIENCE_S)})
     try:
-        with ThreadPoolExecutor(1) as one:  # for the caller may run in an event loop
+        # a thread, since the caller may run in an event loop
+        with ThreadPoolExecutor(1) as one:
             text = one.submit(asyncio.run, differing_text(ServedTeacher(quick), found.tokenizer)).result()
     except ConfigError:
-        return  # check_references says it
+        # check_references reports it
+        return
     except RemoteRewardError as error:
         yield Problem(f"{TEACHER}.url", server.url, error.reason, error.remedy or "start the server")
         return
@@ -288,7 +293,7 @@ def check_served_teacher(config: RunConfig, found: Checkpoint) -> Iterator[Probl
             f"{TEACHER}.same_tokenizer",
             False,
             f"nothing proves that the tokenizer behind {server.url} is the model's",
-            "compare the two yourself; where they are the same, set it to true",
+            "compare the two yourself; if they are the same, set it to true",
         )
         return
     if text is not None:

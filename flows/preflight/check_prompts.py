@@ -1,4 +1,4 @@
-"""Check that the chat template makes of each prompt a text that holds it and is ready for an answer."""
+"""Check that the chat template turns each prompt into a text that contains it and is ready for an answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from millrace.flows.preflight.check_model import Checkpoint
 if TYPE_CHECKING:
     from millrace.flows.preflight.check_data import Rows
 
-ROWS, TEXT = 2_000, 1 << 19  # rows that are rendered, and about how many characters of theirs
-COMPARED = 8  # rows whose text must hold their prompt
+ROWS, TEXT = 2_000, 1 << 19  # rows that are rendered, and about the characters in them
+COMPARED = 8  # rows whose text is compared with their prompt
 ANSWER = "An answer."
 SHOWN = 40
 
 
 def rendered(rows: Rows, model: Checkpoint) -> Generator[Problem, None, list[str]]:
-    """Yields problems of the template; returns the texts that are sent for the first rows."""
+    """Yields problems of the template; returns the texts of the first rows."""
     source, field = rows.source, rows.field
     chosen = _first(rows.usable)
     plain = [isinstance(row.prompt, str) and not source.chat for row in chosen]
@@ -67,7 +67,7 @@ def rendered(rows: Rows, model: Checkpoint) -> Generator[Problem, None, list[str
 
 
 def _unread(rows: Rows, template: ChatTemplate, chosen: Sequence[PromptRow]) -> Iterator[Problem]:
-    """Variables and tools of which the template makes nothing."""
+    """Variables and tools that the template does not use."""
     source = rows.source
     for name in source.chat_template_kwargs:
         if name not in template.variables:
@@ -88,7 +88,7 @@ def _unread(rows: Rows, template: ChatTemplate, chosen: Sequence[PromptRow]) -> 
 
 
 def _first(usable: Sequence[PromptRow]) -> list[PromptRow]:
-    """The first rows, until there is text enough."""
+    """The first rows, up to a bound of rows and text."""
     chosen: list[PromptRow] = []
     length = 0
     for row in usable[:ROWS]:
@@ -100,7 +100,7 @@ def _first(usable: Sequence[PromptRow]) -> list[PromptRow]:
 
 
 def _ready(template: ChatTemplate, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem if the template writes something before an answer that it does not write after a prompt."""
+    """A problem if the template writes text before an answer that it does not write after a prompt."""
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if messages[-1].get("role") == "assistant":
         return
@@ -116,7 +116,8 @@ def _ready(template: ChatTemplate, prompt: Prompt, template_kwargs: Mapping[str,
             template_kwargs=template_kwargs,
         )
     except ValueError:
-        return  # it takes no answers, or has refused the prompt already
+        # the template takes no answers, or has refused the prompt already
+        return
     before, found, _ = answered.removeprefix(sent).partition(ANSWER)
     if sent == without and answered.startswith(sent) and found and before.strip():
         yield Problem(

@@ -1,6 +1,6 @@
-"""Check that something stands behind each reference to a secret, and read the blocks among them.
+"""Check that each reference to a secret has a value, and read the blocks among them.
 
-Owns which fields refer; imports Prefect only where a configuration names one of its blocks.
+Owns which fields may refer; imports Prefect only if a configuration names one of its blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millrace.core.errors import ConfigError
 
 
 def check_references(config: RunConfig) -> Iterator[Problem]:
-    """References to what is not set or not there. Passes the blocks' secrets on to what this process does and starts."""
+    """References to unset variables and missing blocks. Passes the blocks' secrets on to this process and its children."""
     for field, value in _replaced(config):
         for reference in sorted(set(references(value))):
             kind, _, name = reference.partition(":")
@@ -32,7 +32,7 @@ def check_references(config: RunConfig) -> Iterator[Problem]:
 
 
 def pass_blocks_on(config: RunConfig) -> None:
-    """Read every block that the configuration refers to, for what this process does and starts. Raises ConfigError."""
+    """Read every block that the configuration refers to, for this process and its children. Raises ConfigError."""
     for field, block in _blocks(config):
         pass_on(block, _read(block, field))
 

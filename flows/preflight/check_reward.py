@@ -1,7 +1,7 @@
-"""Call each reward twice on a real row, with the label as response and with none, and show what it gives.
+"""Call each reward twice on a real row, with the label as response and with none, and show its scores.
 
-A user's reward is called in a worker process under a deadline, so that one that hangs or ends its process does not take
-the command with it. One that ships with millrace is called here.
+A user's reward is called in a worker process under a deadline, so that a reward that hangs or ends its process does not end
+the command. millrace's rewards are called in this process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from millrace.core.rewards.selection import (
 from millrace.core.rewards.trial import Trial, try_reward
 from millrace.flows.preflight.check_data import Rows, unknown_names
 
-PATIENCE_S = 5.0  # for one answer; reward.timeout_s where that is shorter
+PATIENCE_S = 5.0  # for one answer; reward.timeout_s if that is shorter
 OURS = "millrace.core."
-CALL_OTHERS = (MIXTURE, TOURNAMENT)  # functions of the user's among them
+CALL_OTHERS = (MIXTURE, TOURNAMENT)  # rewards that call functions of the user
 
 
 @dataclass
 class RewardAnswers:
-    """What a reward gave on one row: for each response by what it is, the trial, or why it has no end."""
+    """Answers of a reward on one row, by the name of the response: the trial, or why it did not end."""
 
     function: str = ""
     selected: str = ""  # the field that names it
@@ -47,7 +47,7 @@ class RewardAnswers:
 def check_rewards(
     config: RunConfig, data: Sequence[Rows], wrong: Sequence[str], answers: list[RewardAnswers]
 ) -> Iterator[Problem]:
-    """Problems of rows that name no reward, and of calling each reward on the first row that it scores; fills `answers`.
+    """Problems of rows with an unknown reward, and of calling each reward on the first row that it scores; fills `answers`.
 
     wrong: fields that have a problem. A reward whose field is among them is not called.
     """
@@ -77,7 +77,7 @@ def check_rewards(
 def check_majority(
     config: RunConfig, data: Sequence[Rows], answers: Sequence[RewardAnswers]
 ) -> Iterator[Problem]:
-    """A checkpoint that is kept for a majority, of a set whose reward was called and says of no response what its answer is.
+    """A problem if the best checkpoint is chosen by the majority of a set whose reward returned no answer for any response.
 
     answers: as `check_rewards` filled them. A session may bring an answer that only a run sees.
     """
@@ -89,7 +89,8 @@ def check_majority(
     try:
         fields = {select(config.reward, _own(config, rows), row.metadata).field for row in rows.usable}
     except UnknownRewardError:
-        return  # which check_rewards names
+        # `check_rewards` reports it
+        return
     asked = [tried for tried in answers if tried.selected in fields]
     trials = [trial for tried in asked for trial in tried.given.values()]
     if {tried.selected for tried in asked} != fields or not trials:
@@ -106,7 +107,7 @@ def check_majority(
 
 
 def _own(config: RunConfig, rows: Rows) -> Selected | None:
-    """The reward that a source or a held-out set has of its own."""
+    """The reward that a source or a held-out set sets."""
     sources, sets = own_rewards(config)
     return (sources if rows.field.startswith("data.") else sets).get(rows.source.name)
 
@@ -124,7 +125,8 @@ def _called(
             if problem:
                 yield problem
             if problem or isinstance(answers.given.get(name), str):
-                break  # it would fail again, or take as long
+                # the next call would fail again, or take as long
+                break
     finally:
         if pool:
             pool.close()
@@ -167,7 +169,7 @@ def _tried(
 
 
 def _responses(row: PromptRow) -> dict[str, str]:
-    """The responses to try, by what they are."""
+    """The responses to try, by name."""
     label = {} if row.label is None else {"the label": _text(row.label)}
     return {**label, "an empty text": ""}
 

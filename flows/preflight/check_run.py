@@ -1,4 +1,4 @@
-"""Look whether the run exists: how far it is, where a start goes on, and which changed fields, files and data it refuses."""
+"""Check whether the run exists: its progress, the iteration to resume at, and refused changes of fields, files and data."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from millrace.flows.driver.taken_up import branched_fields, check_same_model
 from millrace.flows.driver.weights_type import DType
 from millrace.flows.tools.browse import check_no_run
 
-HASHED = 16 << 20  # bytes of a source that is compared by its hash; a larger one by its size
-PLACES = ("iterations", "checkpoints", "lease")  # where a run writes
+HASHED = 16 << 20  # size up to which a source is compared by its hash; larger ones by size
+PLACES = ("iterations", "checkpoints", "lease")  # places that a run writes to
 ANOTHER = "give the new run another run.name"
 
 
@@ -40,14 +40,14 @@ class StoredRun:
     """What storage holds under the run's name."""
 
     exists: bool = False
-    branch_of: str = ""  # the run that it began as a branch of, where it was not started yet
-    committed: int = 0  # iterations
-    checkpoint: int = 0  # iterations that the newest complete checkpoint has; 0 for the initial weights
-    dtype: DType | None = None  # of its weights
+    branch_of: str = ""  # the run that it is a branch of, if the branch was not started yet
+    committed: int = 0  # number of committed iterations
+    checkpoint: int = 0  # iterations in the newest complete checkpoint; 0 for the initial weights
+    dtype: DType | None = None  # type of its weights
 
 
 def check_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
-    """Problems of going on with the run that has this name, if there is one, or of its rollouts' source; fills `stored`."""
+    """Problems of resuming the run of this name, if there is one, or of its rollouts' source; fills `stored`."""
     problems = _of_run(config, stored)
     return [*problems, *(source_problems(config) if stored.committed < config.run.iterations else ())]
 
@@ -75,7 +75,7 @@ def _of_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
 
 
 def _check_writable(folder: RunFolder) -> None:
-    """Raise StorageError if what is to go on can be read and not written. An object store has no rights by folder."""
+    """Raise StorageError if the run's folder can be read and not written. An object store has no rights by folder."""
     if not folder.store.local:
         return
     for store in (folder.store, *map(folder.store.child, PLACES)):
@@ -87,7 +87,7 @@ def _committed(folder: RunFolder) -> int:
     """Iterations up to the last that has a manifest."""
     numbers = reversed(numbers_of(folder.store, "iterations"))
     found = next((index + 1 for index in numbers if folder.iteration(index).exists(MANIFEST)), 0)
-    while folder.iteration(found).exists(MANIFEST):  # which the listing lacks
+    while folder.iteration(found).exists(MANIFEST):  # a manifest that the listing lacks
         found += 1
     return found
 
@@ -142,7 +142,7 @@ def _changed(config: RunConfig, change: Change, whose: str, otherwise: str) -> P
 
 
 def _data(config: RunConfig, record: dict[str, Any]) -> Iterator[Problem]:
-    """Sources whose file is another than the run drew from last."""
+    """Sources whose file differs from the file that the run last drew from."""
     spans = record.get("data") or []
     recorded = spans[-1]["sources"] if spans else {}
     for source in config.data.sources:
@@ -158,7 +158,7 @@ def _data(config: RunConfig, record: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _size_and_hash(source: Source) -> tuple[int, str] | None:
-    """Size of a source, and its SHA-256 unless it is large; None if it cannot be read, which other checks say."""
+    """Size of a source, and its SHA-256 unless it is large; None if it cannot be read, which other checks report."""
     try:
         return size_and_hash(source, HASHED)
     except (OSError, MillraceError):

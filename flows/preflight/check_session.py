@@ -1,7 +1,7 @@
-"""Check what a rollout of several turns needs of tools and of the chat template.
+"""Check tools and the chat template for rollouts of several turns.
 
-A dialogue grows by what is new. That is what the model was trained to see as long as its template leaves earlier turns as they
-were: shown here over a set of dialogues, or refused with the first text that differs.
+A dialogue grows by new tokens only. The model was trained on the same text only if its template does not change earlier turns:
+checked here over a set of dialogues, or refused with the first text that differs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SHOWN = 60
 def check_session(
     session: Session, model: Checkpoint, template_kwargs: Sequence[Mapping[str, Any]] = ({},)
 ) -> Iterator[Problem]:
-    """Tools that no model can be shown, answers whose calls cannot be read, a template that rewrites earlier turns.
+    """Tools that cannot be described to a model, answers whose calls cannot be parsed, a template that rewrites earlier turns.
 
     template_kwargs: the variables of the template that each source sets.
 
-    Notes in `model` what it is shown of the tools.
+    Notes in `model` the schemas of the tools.
     """
     for at, tool in enumerate(session.tools):
         field = f"rollout.session.tools.{at}"

@@ -1,4 +1,4 @@
-"""Compare the installed packages with the versions that millrace needs, and with those it was tested with. Imports none of them."""
+"""Compare the installed packages with the versions that millrace needs, and with the tested versions. Imports none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.flows.preflight.tested_versions import EXACT, SHOWN, TESTED, TESTED_SGLANG
 
-BECAUSE = {  # why a bound stands in pyproject.toml, if not because nothing beyond it was tested
+BECAUSE = {  # reasons of bounds in pyproject.toml, if not that newer versions are untested
     "fastapi": "newer ones end Prefect's server at the first flow",
     "megatron-core": "its models and checkpoints are built by functions that a minor version may change",
     "psutil": "without it megatron-core's checkpoints hang",
@@ -22,7 +22,7 @@ BECAUSE = {  # why a bound stands in pyproject.toml, if not because nothing beyo
 
 
 def needs() -> list[Requirement]:
-    """What the installed millrace needs here; nothing for a checkout that runs without being installed."""
+    """Requirements of the installed millrace on this platform; none for a checkout that is not installed."""
     try:
         lines = metadata.requires("millrace") or []
     except metadata.PackageNotFoundError:
@@ -32,7 +32,7 @@ def needs() -> list[Requirement]:
 
 
 def installed(names: Sequence[str]) -> dict[str, str]:
-    """Versions by name, of the packages that are installed."""
+    """Versions by name of the installed packages."""
     found: dict[str, str] = {}
     for name in names:
         try:
@@ -55,7 +55,7 @@ def check_versions(needed: Sequence[Requirement], found: Mapping[str, str]) -> I
 
 
 def untested(found: Mapping[str, str], tested: Mapping[str, Sequence[str]] = TESTED) -> dict[str, str]:
-    """Versions by name of whose minor nothing was tested, and for packages in EXACT each that was not tested."""
+    """Versions by name whose minor was never tested; for packages in EXACT, every version that was not tested."""
     return {
         name: version
         for name, version in _others(found, tested).items()
@@ -64,13 +64,13 @@ def untested(found: Mapping[str, str], tested: Mapping[str, Sequence[str]] = TES
 
 
 def other_patches(found: Mapping[str, str], tested: Mapping[str, Sequence[str]] = TESTED) -> dict[str, str]:
-    """Versions by name that were not tested, though another one of the same minor was."""
+    """Versions by name that were not tested, although another version of the same minor was."""
     strange = untested(found, tested)
     return {name: version for name, version in _others(found, tested).items() if name not in strange}
 
 
 def versions_line(config: RunConfig) -> str:
-    """Versions for the plan: the principal ones, and each with which nothing was tested."""
+    """Versions for the plan: of the main packages, and every untested version."""
     found, tested = installed(["millrace", *TESTED]), dict(TESTED)
     shown = ["millrace", *SHOWN]
     if config.engines.kind in ("auto", "sglang") and sglang_finds("sglang"):
@@ -94,7 +94,7 @@ def _with_tested(versions: Mapping[str, str], tested: Mapping[str, Sequence[str]
 
 
 def _others(found: Mapping[str, str], tested: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Versions by name that are none of the tested ones; their builds, such as +cpu, are not compared."""
+    """Versions by name that were not tested; local builds, such as +cpu, are not compared."""
     return {
         name: version
         for name, version in found.items()

@@ -1,4 +1,4 @@
-"""What a run learns by, as lines of the plan: the algorithm as it is after its preset, the filter, the learning rate.
+"""Lines of the plan about learning: the algorithm with its preset applied, the filter, the learning rate.
 
 Every field of `algorithm` that is not at its default is named; a test holds that.
 """
@@ -50,7 +50,7 @@ def learning(config: RunConfig) -> Iterator[Line]:
 
 
 def asynchrony(config: RunConfig) -> Iterator[Line]:
-    """How far generation goes ahead of training, and how old a token may be when it is trained."""
+    """How far generation goes ahead of training, and the age of a token when it is trained."""
     p = config.pipeline
     if config.algorithm.supervised:
         return
@@ -80,7 +80,7 @@ def asynchrony(config: RunConfig) -> Iterator[Line]:
 
 
 def without_effect(config: RunConfig, layout: Layout) -> Iterator[Line]:
-    """A line for each reason why fields that are set act on nothing."""
+    """A line for each reason why set fields have no effect."""
     fields: dict[str, list[str]] = {}
     for item in no_effect(config, layout):
         fields.setdefault(item.because, []).append(by_name(item.field, config.model_dump(mode="json")))
@@ -99,7 +99,7 @@ def _preset(a: Algorithm) -> str:
 
 
 def _choice(section: BaseModel) -> str:
-    """A section by its kind, what it does, and its fields."""
+    """A section by its kind, its effect, and its fields."""
     values = section.model_dump(mode="json")
     kind = values.pop("kind", None)
     what = (type(section).__doc__ or "").partition(". ")[0].rstrip(".")
@@ -139,7 +139,7 @@ def _kl(a: Algorithm) -> str:
 
 
 def _more(a: Algorithm) -> Iterator[Line]:
-    """What is off by default, where it is on."""
+    """Settings that are off by default and on here."""
     c = a.correction
     if c.kind != "none" or any(bound is not None for bound in (c.veto, c.opsm_delta, c.max_token_age)):
         yield "correction", _fields(c.model_dump())

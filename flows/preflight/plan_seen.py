@@ -1,4 +1,4 @@
-"""What the checks saw, as lines of the plan: the run in storage, the data, a prompt as it is sent, the reward's answers."""
+"""Lines of the plan about what the checks found: the stored run, the data, a prompt in its final form, the rewards' answers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from millrace.flows.preflight.check_model import Checkpoint
 from millrace.flows.preflight.check_run import StoredRun
 
 Line = tuple[str, str]
-MARKS = ("⟦", "⟧")  # around what is trained
-LONGEST_TEXT = 2_000  # characters of a prompt that are shown
-EXCERPT = 80  # of a text that a reward gave
+MARKS = ("⟦", "⟧")  # marks around trained text
+LONGEST_TEXT = 2_000  # characters that are shown of a prompt
+EXCERPT = 80  # characters that are shown of a reward's text
 
 
 def run_in_storage(config: RunConfig, run: StoredRun) -> Line:
-    """Whether the run exists, and where a start goes on."""
+    """Whether the run exists, and the iteration at which a start resumes."""
     wanted = config.run.iterations
     if not run.exists:
         return "run", f"new; {wanted} iterations"
@@ -56,7 +56,7 @@ def run_in_storage(config: RunConfig, run: StoredRun) -> Line:
 
 
 def run_folder(found: Checked) -> Iterator[Line]:
-    """Where the run's folder is, if the shell stands elsewhere than the file: data are relative to the file, runs to the shell."""
+    """The run's folder, if the shell is in another folder than the file: data are relative to the file, runs to the shell."""
     root, file = found.config.storage.root, found.file
     if file is None or "://" in root or os.path.isabs(root):
         return
@@ -72,7 +72,7 @@ def run_folder(found: Checked) -> Iterator[Line]:
 
 
 def run_elsewhere(found: Checked) -> str | None:
-    """A warning if the run is new here, and one of its name lies beside the file."""
+    """A warning if the run is new here, but a run of its name lies beside the file."""
     text = [text for name, text in run_folder(found) if not name]
     return text[0] if text else None
 
@@ -90,7 +90,7 @@ def _run_beside(found: Checked, folder: Path) -> str | None:
 
 
 def weights(found: Checked) -> Iterator[Line]:
-    """The type that the weights are stored in, and the one that they are trained, served and exported in."""
+    """The type of the stored weights, and the type in which they are trained, served and exported."""
     stored, used = found.model.stored, found.located.dtype
     if not stored:
         return
@@ -102,11 +102,12 @@ def weights(found: Checked) -> Iterator[Line]:
 
 
 def keys_that_change_nothing(found: Checked) -> Iterator[Line]:
-    """What of the model's config.json is none of its family's."""
+    """Keys of the model's config.json that its family does not have."""
     try:
         named = undeclared_keys(json.loads((Path(found.located.model.path) / "config.json").read_text()))
     except OSError:
-        return  # run.prepare makes the model
+        # run.prepare makes the model
+        return
     if named:
         yield (
             "config.json",
@@ -115,7 +116,7 @@ def keys_that_change_nothing(found: Checked) -> Iterator[Line]:
 
 
 def comparison(config: RunConfig) -> Iterator[Line]:
-    """What engine and trainer are held against before an iteration's first update."""
+    """The limit on the difference of engine and trainer before an iteration's first update."""
     limit = config.sync.max_logprob_gap
     if not config.generates:
         return
@@ -148,7 +149,7 @@ def data(found: Checked) -> Iterator[Line]:
 
 
 def _answers(config: RunConfig, held_out: EvalSet) -> str:
-    """How a held-out set is answered, and whether its answers are cut where the rollout's are not."""
+    """How a held-out set is answered, and whether its answers are cut sooner than the rollout's."""
     sampling, rollout = held_out.sampling, config.rollout.sampling
     how = "greedily" if sampling.temperature == 0 else f"at temperature {sampling.temperature:g}"
     text = f"answered {how}, {held_out.samples_per_prompt} a prompt, at most {sampling.max_new_tokens} tokens"
@@ -174,7 +175,7 @@ def _epoch(found: Checked, rows: Rows, weights: float) -> str:
 
 
 def _whole(number: float) -> str:
-    """A number of iterations to three digits, never in powers of ten."""
+    """A number of iterations with three digits, never in exponent form."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
@@ -187,7 +188,7 @@ def _unusable(rows: Rows) -> str:
 
 
 def prompt(found: Checked) -> Iterator[Line]:
-    """The first prompt as it is sent, its tokens and its label."""
+    """The first prompt in its final form, its tokens and its label."""
     rows = next((rows for rows in found.training if rows.texts), None)
     if rows is None:
         return
@@ -203,7 +204,7 @@ def prompt(found: Checked) -> Iterator[Line]:
 
 
 def _dialogue(rows: Rows, tokenizer: Any) -> str:
-    """The first dialogue, with marks around what is trained, and how much of the first dialogues is."""
+    """The first dialogue, with marks around trained text, and the trained share of the first dialogues."""
     number, pieces = next(iter(rows.pieces.items()))
     text = "".join(f"{MARKS[0]}{piece.text}{MARKS[1]}" if piece.trained else piece.text for piece in pieces)
     counted = ""
@@ -223,13 +224,13 @@ def _cut(text: str) -> str:
 
 
 def answer(found: Checked) -> Iterator[Line]:
-    """Where an answer ends, if the model's files do not say it."""
+    """How an answer ends, if the model's files do not name every end token."""
     if text := ends_text(found.config, found.model):
         yield "an answer ends", text
 
 
 def session(found: Checked) -> Iterator[Line]:
-    """How a rollout goes on, where it takes several turns."""
+    """How a rollout of several turns continues."""
     settings = found.config.rollout.session
     if settings is None:
         return
@@ -246,7 +247,7 @@ def session(found: Checked) -> Iterator[Line]:
 
 
 def _form_of_calls(model: Checkpoint) -> str:
-    """In which form the model's calls of tools are read."""
+    """The form in which the model's calls of tools are parsed."""
     if model.reads_answers:
         return " (calls are read by the tokenizer's own response_template)"
     family = family_for(model.template.text) if model.template else None
@@ -254,7 +255,7 @@ def _form_of_calls(model: Checkpoint) -> str:
 
 
 def reward(found: Checked) -> Iterator[Line]:
-    """What each reward gave on the first row that it scores."""
+    """Each reward's answers on the first row that it scores."""
     for answers in found.rewards:
         if answers.row is None:
             continue

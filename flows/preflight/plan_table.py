@@ -1,4 +1,4 @@
-"""A plan as text: a name and a text in each line. Owns what is shown, in which order, and how it is laid out."""
+"""A plan as text: a name and a text in each line. Owns the selection, the order and the layout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_versions import versions_line
 from millrace.flows.preflight.plan_learning import asynchrony, learning, without_effect
 
-NARROWEST = 40  # columns of a text, however narrow the terminal is
+NARROWEST = 40  # columns of a text, on any terminal
 
 
 def plan_text(plan: Plan, found: Checked, width: int | None) -> str:
-    """The plan. width: columns of the terminal; None breaks no lines, as for a file or a pipe."""
+    """The plan. width: columns of the terminal; None does not wrap lines, as for a file or a pipe."""
     lines = list(_lines(plan, found))
     indent = max(len(name) for name, _ in lines) + 2
     title = f"run {plan.run}"

@@ -1,7 +1,7 @@
-"""Versions of the packages that millrace needs with which it was tested: `millrace check` compares the installed ones with them.
+"""Tested versions of the packages that millrace needs; `millrace check` compares the installed versions with them.
 
-They are those of requirements.lock, with which the suite runs, and of the environments in which a wheel was checked, trained,
-resumed and was shown: tests/installed/passed.json. torch 2.11.0 and SGLang's ran on GPUs.
+They come from requirements.lock, with which the suite runs, and from the environments in which a wheel was installed and its
+commands check, train, a resume and show passed: tests/installed/passed.json. torch 2.11.0 and SGLang's ran on GPUs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ TESTED: dict[str, tuple[str, ...]] = {
     "typing-extensions": ("4.16.0",),
     "uvicorn": ("0.30.0", "0.54.0"),
 }
-TESTED_SGLANG = ("0.5.17", "0.5.23")  # on a GPU, and on a CPU by the suite that both engines pass
-EXACT = ("megatron-core", "sglang")  # another patch of these counts as not tested
+TESTED_SGLANG = ("0.5.17", "0.5.23")  # on a GPU, and on a CPU by the contract suite of both engines
+EXACT = ("megatron-core", "sglang")  # for these, another patch version counts as not tested
 SHOWN = ("torch", "megatron-core", "transformers", "ray", "prefect")  # the plan always has them

@@ -1,4 +1,4 @@
-"""What `millrace check` says beside the plan: what it cannot check on this host, and modules that hide others."""
+"""Lines beside the plan of `millrace check`: what it cannot check on this host, and modules that hide others."""
 
 from __future__ import annotations
 

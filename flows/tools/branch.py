@@ -1,6 +1,7 @@
-"""`millrace branch`: a new run that begins where another run was after some iteration.
+"""`millrace branch`: a new run that starts from another run's state after some iteration.
 
-Copies what the manifests of the committed iterations and the checkpoint's marker name, each file checked; the branch goes on under its own name and may train differently.
+Copies the files that the manifests of the committed iterations and the checkpoint's marker name, and checks each. The branch
+continues under its own name and may train differently.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from millrace.flows.tools.named_files import named_by_records
 
 
 def branch_run(root: str, run: str, new: str, at: int) -> str:
-    """Make `new` of the first `at` iterations of `run`. Returns a line that says what was made.
+    """Make `new` from the first `at` iterations of `run`. Returns a line about the new run.
 
-    Raises StorageError if there is no checkpoint after iteration `at`, if `new` exists, or if a file that is to be copied is
-    not as its manifest, record or marker names it: nothing is a branch then.
+    Raises StorageError, without making a branch, if there is no checkpoint after iteration `at`, if `new` exists, or if a file
+    differs from its manifest, record or marker.
     """
     record, source, target = run_record(root, run), RunFolder(root, run), RunFolder(root, new)
     committed = source.first_open_iteration(strict=False)
@@ -57,7 +58,7 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         "ahead": [span for span in record.get("ahead", []) if span["since"] < at],
         "mlflow_run_id": None,
         "attempts": [],
-        # what was taken up before the branch holds in it too
+        # changes before the branch hold in it too
         **{name: record[name] for name in ("fingerprints", "versions", "model_commit") if name in record},
         "changes": [{**item, "since": min(item["since"], at)} for item in record.get("changes", [])],
     }
@@ -68,12 +69,12 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
 
 
 def _files(source: RunFolder, at: int) -> Iterator[tuple[str, FileEntry | None]]:
-    """What a branch begins with: each file that is named, by its path in the run, with its entry."""
+    """The files that a branch starts with, by their path in the run, with their entries."""
     for index in range(at):
         manifest = source.manifest(index)
         assert manifest is not None, "it is committed"
         folder = source.iteration_path(index)
-        yield f"{folder}/{MANIFEST}", None  # which has its own hash
+        yield f"{folder}/{MANIFEST}", None  # the manifest holds its own hash
         for entry in manifest.files:
             yield f"{folder}/{entry.path}", entry
         for entry in named_by_records(source, index):

@@ -1,4 +1,4 @@
-"""Which runs exist and what is in them, read from storage alone.
+"""Lists runs and their contents from storage alone.
 
 Owns what the command line shows of runs; starts nothing and changes no file.
 """
@@ -39,7 +39,7 @@ EVALUATION = re.compile(r"^eval/(?P<set>.+)/reward_mean$|^eval/(?P<loss>.+/(loss
 
 
 def runs_listing(root: str) -> Listing:
-    """The runs under a storage root: how far each is and when it was last started."""
+    """The runs under a storage root: their progress and last start."""
     rows: list[Sequence[Any]] = []
     store = Store(root)
     for name in store.folders():
@@ -65,7 +65,7 @@ def runs_listing(root: str) -> Listing:
 
 
 def state_of(store: Store, record: Mapping[str, Any]) -> str:
-    """What a run is doing, or how its newest start ended, for people. Waits for nothing.
+    """A run's current state, or how its newest start ended, as text. Does not wait.
 
     store: of the run folder.
     """
@@ -86,7 +86,7 @@ def state_of(store: Store, record: Mapping[str, Any]) -> str:
 
 
 def _ago(moment: str) -> str:
-    """How long a moment is past, in its largest unit. moment: in ISO form."""
+    """The time since a moment, in its largest unit. moment: in ISO form."""
     seconds = max(0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
     for unit, length in (("days", 86_400), ("hours", 3_600), ("min", 60)):
         if seconds >= 2 * length:
@@ -97,8 +97,8 @@ def _ago(moment: str) -> str:
 def run_listing(root: str, run: str, columns: Sequence[str] = ()) -> Listing:
     """One run: its record, and a row per iteration with a column per evaluation set.
 
-    Iteration 0 is the model before training, where it was evaluated. columns: names of figures, or patterns as of a shell, to show
-    in place of the usual ones. Raises ConfigError for one that matches no figure.
+    Iteration 0 is the model before training, if it was evaluated. columns: names of metrics, or shell patterns, to show instead
+    of the usual ones. Raises ConfigError for a name or pattern without a metric.
     """
     folder, record = RunFolder(root, run), run_record(root, run)
     if columns:
@@ -117,7 +117,7 @@ def run_listing(root: str, run: str, columns: Sequence[str] = ()) -> Listing:
 
 
 def figures_of(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
-    """All figures by iteration, in order; those of the model before training are at 0."""
+    """All metrics by iteration, in order; the model before training has iteration 0."""
     found: dict[int, dict[str, float]] = {}
     files = IterationFiles(folder, 0)
     if evaluated := files.record("evaluate_before"):
@@ -126,7 +126,8 @@ def figures_of(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
         found.setdefault(0, {}).update(held_out_metrics(cast(HeldOutRecord, held_out)))
     for item in folder.committed():
         found.setdefault(item.iteration + 1, {}).update(item.metrics)
-        if item.evaluated:  # of the weights that the iteration began with
+        # metrics of the weights that the iteration started with
+        if item.evaluated:
             found.setdefault(item.evaluated["done"], {}).update(item.evaluated["metrics"])
     return sorted(found.items())
 
@@ -152,7 +153,7 @@ def _chosen_figures(folder: RunFolder, record: dict[str, Any], patterns: Sequenc
 
 
 def _measured(name: str, metrics: Mapping[str, float]) -> float | str | None:
-    """A figure, or that it was not measured: log-probabilities where all tokens are of older weights."""
+    """A metric, or a note that it was not measured: differences of log-probabilities, if all tokens are of older weights."""
     if name == "train/logprob_gap_mean" and metrics.get("train/logprob_gap_share") == 0:
         return "not measured"
     return metrics.get(name)
@@ -169,13 +170,14 @@ def evaluations(folder: RunFolder, committed: Iterable[Committed]) -> dict[int, 
         found[0] |= {f"{name}/{figure}": held_out[figure] for figure in ("loss", "perplexity")}
     for item in committed:
         found.setdefault(item.iteration + 1, {}).update(_evaluated(item.metrics))
-        if item.evaluated:  # of the weights that the iteration began with
+        # metrics of the weights that the iteration started with
+        if item.evaluated:
             found.setdefault(item.evaluated["done"], {}).update(_evaluated(item.evaluated["metrics"]))
     return {done: values for done, values in found.items() if values}
 
 
 def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What is listed of evaluations, by set, or by set and figure."""
+    """The listed metrics of evaluations, by set, or by set and metric."""
     return {
         match["set"] or match["loss"]: value
         for name, value in metrics.items()
@@ -224,13 +226,13 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
 
 
 def _pipeline(settings: Mapping[str, Any]) -> str:
-    """What of a run's pipeline is not as usual: how far it goes ahead of the trainer, and how old tokens may be. Empty if nothing is."""
+    """Non-default pipeline settings: how far the run goes ahead of the trainer, and how old tokens may be. Empty without any."""
     usual = Pipeline().model_dump(mode="json")
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value != usual.get(name))
 
 
 def _rounding(folder: RunFolder, record: Mapping[str, Any]) -> str | None:
-    """What rounding makes of the log-probabilities, as the newest iteration that measured it or the last start says."""
+    """The rounding floor of log-probabilities, from the newest iteration that measured it, else from the last start."""
     measured = [item.metrics[FLOOR] for item in folder.committed() if FLOOR in item.metrics]
     floor = measured[-1] if measured else record.get("logprob_gap_floor")
     if floor is None:
@@ -244,7 +246,7 @@ def _after(iterations: Iterable[str]) -> str:
 
 
 def ahead_of(record: dict[str, Any]) -> Ahead:
-    """How many iterations might be open ahead, as run.json says."""
+    """How many iterations may be open ahead, by run.json."""
     return Ahead(tuple((span["since"], span["iterations"]) for span in record.get("ahead", ())))
 
 
@@ -254,7 +256,7 @@ def settings_of(record: dict[str, Any]) -> Any:
 
 
 def run_record(root: str, run: str) -> Any:
-    """The run.json of a run, in today's shape. Raises StorageError if there is no such run, or the file is not what was written."""
+    """The run.json of a run, in today's shape. Raises StorageError if there is no such run, or its file is corrupt."""
     store = RunFolder(root, run).store
     try:
         return lifted(store.read_sealed("run.json"))
@@ -266,7 +268,7 @@ def run_record(root: str, run: str) -> Any:
 
 
 def check_no_run(store: Store) -> None:
-    """Raise MissingFileError if a folder without a run.json holds iterations of a run all the same."""
+    """Raise MissingFileError if a folder without a run.json holds iterations of a run."""
     if store.list("iterations"):
         raise MissingFileError(
             "no such file, and the run's configuration is gone with it",
@@ -276,5 +278,5 @@ def check_no_run(store: Store) -> None:
 
 
 def spans_of(ahead: Ahead) -> list[dict[str, int]]:
-    """The same as run.json keeps it."""
+    """The setting in the form of run.json."""
     return [{"since": since, "iterations": iterations} for since, iterations in ahead.spans]

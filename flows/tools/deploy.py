@@ -1,7 +1,7 @@
-"""`millrace deploy`: Prefect deployments of millrace, one for each given file and each recipe, to run from a folder of the user's.
+"""`millrace deploy`: Prefect deployments of millrace, one for each given file and each recipe, to run from a user's folder.
 
-Owns how a recipe becomes a deployment. deployments/ holds the rest: prefect.yaml the deployments for any run, pools/ what a
-kind of work pool needs, automations.yaml what the server does by itself.
+Owns how a recipe becomes a deployment. deployments/ holds the rest: prefect.yaml the deployments for any run, pools/ the job
+variables of each kind of work pool, automations.yaml the server's automations.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
     from millrace.connectors.prefect.deployments import Described, Pool
 
+# added to every description
 BUTTONS = (
     "Name the run in `run.name`: the form's Run Name is not used. "
-    "Pause ends the processes within seconds and keeps what finished. Nothing resumes by itself, whatever the page says: press Resume "
+    "Pause ends the processes within seconds and keeps what finished. Nothing resumes by itself, in spite of the page's words: press Resume "
     "within the pause's time, and Retry after it."
-)  # what a description says beside its own
-TAG = "millrace"  # of all deployments, by which automations know their runs
+)
+TAG = "millrace"  # tag of all deployments, by which automations find their runs
 FILES = Path(str(resources.files("millrace.deployments")))
 
 
@@ -47,8 +48,8 @@ def deploy(
 ) -> list[str]:
     """Create the work pool, unless it exists, the deployments and the automations; returns the lines that start a worker.
 
-    Flow runs import from `folder` and resolve relative paths against it. files: YAML files of runs. recipes: all of
-    millrace's get a deployment too. image: for containers.
+    Flow runs import from `folder` and resolve relative paths against it. files: YAML files of runs. recipes: whether millrace's
+    recipes get deployments too. image: for containers.
     """
     where = pool_of(pool, kind, str(folder), image)
     described = all_deployments(files, recipes)
@@ -76,7 +77,7 @@ async def _create(described: Sequence[Described], pool: Pool, folder: str) -> No
 
 
 def pool_of(name: str, kind: str, folder: str, image: str | None) -> Pool:
-    """The work pool of a name and kind, with the job variables of pools/KIND.yaml. Raises ConfigError where it cannot be."""
+    """The work pool of a name and kind, with the job variables of pools/KIND.yaml. Raises ConfigError for a wrong argument."""
     kinds = [file.stem for file in sorted((FILES / "pools").glob("*.yaml"))]
     if kind not in kinds:
         raise ConfigError(
@@ -94,7 +95,7 @@ def pool_of(name: str, kind: str, folder: str, image: str | None) -> Pool:
 
 
 def all_deployments(files: Sequence[Path], with_recipes: bool = False) -> list[Described]:
-    """The deployments of prefect.yaml, of files and, if they are asked for, of recipes.
+    """The deployments of prefect.yaml, of files and, if asked for, of recipes.
 
     Raises ConfigError for a file that is no configuration, and for two deployments of one name.
     """
@@ -120,7 +121,7 @@ def all_deployments(files: Sequence[Path], with_recipes: bool = False) -> list[D
 
 
 def of_recipe(path: Path) -> Described:
-    """The deployment of a recipe: a form that is filled in with what the recipe says, and with defaults elsewhere."""
+    """The deployment of a recipe: a form that is filled in with the recipe's values, and with defaults elsewhere."""
     return {
         "name": path.stem,
         "entrypoint": "millrace.flows.from_file.train_recipe",
@@ -131,7 +132,7 @@ def of_recipe(path: Path) -> Described:
 
 
 def of_file(path: Path) -> Described:
-    """The deployment of a user's file, by the name of its run: each flow run reads the file as it is then."""
+    """The deployment of a user's file, by the name of its run: each flow run reads the current file."""
     config = load_config(str(path))
     return {
         "name": config.run.name,
@@ -145,7 +146,7 @@ def of_file(path: Path) -> Described:
 
 
 def shown_name(described: Described) -> str:
-    """The name by which Prefect's commands know a deployment: flow/name."""
+    """A deployment's name in Prefect's commands: flow/name."""
     flow = described["entrypoint"].rpartition(".")[2].partition("_")[0]
     return f"{flow}/{described['name']}"
 
@@ -159,13 +160,13 @@ def _tags(config: RunConfig) -> list[str]:
 
 
 def comment_of(path: Path) -> list[str]:
-    """The lines of comment that a file begins with."""
+    """The lines of comment at a file's start."""
     lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     return [line.removeprefix("#").strip() for line in lines]
 
 
 def _filled(value: Any, words: Mapping[str, str]) -> Any:
-    """A value of YAML with words in place of `<WORD>` in its texts."""
+    """A YAML value with `<WORD>` in its texts replaced by words."""
     if isinstance(value, dict):
         return {name: _filled(item, words) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """`millrace discard`: give up an iteration that is not committed. Its groups are drawn again.
 
-Groups are in the ledger once an iteration is committed, so one that is moved away has drawn nothing. What it made stays aside, with
-the reason.
+The ledger counts groups of committed iterations only, so an iteration that is moved away has drawn none. Its files are kept
+aside, with the reason.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ REASON = "reason.json"
 
 
 def discard_iterations(root: str, run: str, index: int, *, later: bool = False, reason: str = "") -> str:
-    """Move iteration `index`, and with `later` those after it, aside. Returns a line that says where it is.
+    """Move iteration `index` aside, and with `later` all later ones. Returns a line that names its new place.
 
-    Raises StorageError if it is committed or was not begun, or if others follow it; LeaseHeldError while a driver lives.
+    Raises StorageError if it is committed or was not started, or if others follow it; LeaseHeldError while a driver lives.
     """
-    run_record(root, run)  # there is such a run
+    run_record(root, run)  # raises unless there is such a run
     folder = RunFolder(root, run)
     _check_may_go(folder, index, later)
     lease = Lease.take(folder.store)
     try:
-        end_actors(root, run)  # ranks and engines may hold weights that the iteration made
+        # ranks and engines may hold weights that the iteration made
+        end_actors(root, run)
         moved = f"{SET_ASIDE}/{iteration_number(index):06d}-{time.time_ns() // 1_000_000}"
         discarded = {
             "iteration": iteration_number(index),
@@ -91,7 +92,7 @@ def _begun(folder: RunFolder) -> list[int]:
 
 
 def _groups(folder: RunFolder, index: int) -> int:
-    """How many groups the iteration drew, 0 where that cannot be read."""
+    """Number of groups that the iteration drew, 0 if that cannot be read."""
     try:
         prompts = folder.iteration(index).read_table("prompts.parquet", "prompts", columns=["group_id"])
         return int(prompts.num_rows)
@@ -100,7 +101,7 @@ def _groups(folder: RunFolder, index: int) -> int:
 
 
 def _paths(folder: RunFolder, index: int) -> Iterator[str]:
-    """What goes, in an order that may be interrupted: what was saved of later weights, then records, then the rest.
+    """Paths to move, in an order that may be interrupted: first checkpoints of later weights, then records, then the rest.
 
     A checkpoint without its marker does not count, and a task without its record runs again.
     """
@@ -115,5 +116,5 @@ def _paths(folder: RunFolder, index: int) -> Iterator[str]:
 
 
 def _number(name: str) -> int:
-    """The number that names a folder or file; -1 for a stranger's name."""
+    """The number that names a folder or file; -1 for another name."""
     return int(name) if name.isdecimal() else -1

@@ -1,6 +1,6 @@
-"""What a command says when a run has ended well: where its results are, and how to look at them.
+"""The lines that a command prints after a complete run: its results, and commands to look at them.
 
-Reads the run folder alone.
+Reads only the run folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`millrace eval`: held-out sets answered by a stored run's weights after some iteration, or by a Hugging Face folder.
 
-Uses engines of its own beside a run that may be going on; changes nothing in the run's folder.
+Uses separate engines beside a run that may be running; changes nothing in the run's folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONFIG_JSON = "config.json"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What was evaluated: figures by set, and the iterations that the weights had been trained for."""
+    """An evaluation: figures by set, and the number of iterations that trained the weights."""
 
     done: int
     version: int
@@ -54,7 +54,7 @@ class Evaluated:
 
 
 def figures_of(found: Sequence[Evaluated]) -> Listing:
-    """A row for each set and subset; of a second evaluation besides how each set differs from the first, prompt by prompt."""
+    """A row for each set and subset; with two evaluations also the difference of each set, prompt by prompt."""
     most = {k for each in found for figures in each.sets.values() for k in figures["pass_at"]}
     passes = sorted(most, key=int)
     columns = ["set", "iterations", "samples", "reward", "± 95 %", "majority", *(f"pass@{k}" for k in passes)]
@@ -86,9 +86,9 @@ def evaluate_run(
 ) -> Evaluated:
     """Evaluate a run's weights after iteration `at`, by default the newest committed one. out: folder for the rows.
 
-    own: the caller's configuration, in place of the one that the run's folder has. say: is told what the latter has this
-    process import, start and join, before it does.
-    Weights come from the export after it, or are made again from the checkpoint before it and the stored batches.
+    own: the caller's configuration, instead of the run's. say: gets lines about what the run's configuration makes this process
+    import, start and join, before it does.
+    Weights come from the export after the iteration, or are made again from an earlier checkpoint and the stored batches.
     """
     record, folder = run_record(root, run), RunFolder(root, run)
     committed = folder.first_open_iteration()
@@ -189,7 +189,7 @@ def _evaluate(
 
 
 def _rewards(stored: Path) -> dict[str, list[float]]:
-    """The rewards of a stored set by prompt; one that could not be scored is 0, one that was not generated is in none."""
+    """The rewards of a stored set by prompt; a sample with failed scoring counts 0, with failed generation not at all."""
     found: dict[str, list[float]] = {}
     for row in pq.read_table(stored, columns=["prompt_id", "reward", "scoring"]).to_pylist():
         if row["reward"] is not None or row["scoring"] in UNSCORED:
@@ -206,7 +206,7 @@ async def _answered(runtime: Runtime, done: int, version: int) -> dict[str, Eval
 
 
 def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> RunConfig:
-    """The configuration with this model and these sets, in a folder that nobody else uses. Raises ConfigError."""
+    """The configuration with this model and these sets, in an unused folder. Raises ConfigError."""
     known = {held_out.name: held_out for held_out in config.evaluation.sets}
     if not known:
         raise ConfigError(
@@ -238,7 +238,8 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
     values["run"]["name"] = f"evaluation-{uuid.uuid4().hex[:8]}"
     values["checkpoint"]["keep_best"] = None
     values["pipeline"]["rollouts_from"] = None
-    if config.algorithm.teacher_server:  # which nobody asks here, and which need not run
+    # no task asks the teacher here, and it need not run
+    if config.algorithm.teacher_server:
         values["algorithm"] |= {"teacher_server": None, "teacher": model}
     values["evaluation"]["sets"] = [known[name].model_dump(mode="json") for name in (sets or known)]
     return RunConfig.model_validate(values)

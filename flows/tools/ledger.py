@@ -25,7 +25,7 @@ PARTS = ("fate", "dropped_by", "version", "tokens")  # of one iteration
 
 @dataclass(frozen=True)
 class Accounts:
-    """Accounts as a listing, and why any of them does not close."""
+    """Accounts as a listing, and the reasons why any does not close."""
 
     listing: Listing
     problems: list[str]
@@ -56,7 +56,7 @@ def accounts_of_run(root: str, run: str, at: int | None = None) -> Accounts:
         rows: list[Sequence[Any]] = [[row[name] for name in PARTS] for row in account.rows()]
         return Accounts(Listing(PARTS, rows, _facts(account)), account.problems())
     total, lines, problems = Account(), [], []
-    shown = PlainConsole(stderr=True)  # the listing may be piped
+    shown = PlainConsole(stderr=True)  # on stderr, since the listing may be piped
     for index in track(indices, description=f"reading {run}", transient=True, console=shown):
         account = _account(folder, index, committed)
         lines.append(_row(index, account))
@@ -86,7 +86,7 @@ def _row(index: int, account: Account) -> Sequence[Any]:
 
 
 def _facts(account: Account) -> dict[str, str]:
-    """Totals over what is listed."""
+    """Totals over the listed accounts."""
     facts = {"generated": _amount(sum(account.generated.values()), account.generated_samples)}
     if account.carried_samples:
         facts["carried"] = _amount(sum(account.carried.values()), account.carried_samples)

@@ -1,4 +1,4 @@
-"""Rows under column names: what the commands that show runs have to say. As JSON or CSV here, as a table in flows/cli."""
+"""Rows under column names: the output of commands that show runs. Written as JSON or CSV here, as a table in flows/cli."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 from millrace.core.plain_text import printable, printable_json
 
-FORMULA = ("=", "+", "-", "@", "\t")  # how a cell begins that a spreadsheet computes
+FORMULA = ("=", "+", "-", "@", "\t")  # first characters of cells that a spreadsheet computes
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Values by column. `facts`: what is said once, ahead of the rows."""
+    """Values by column. `facts`: shown once, before the rows."""
 
     columns: Sequence[str]
     rows: list[Sequence[Any]]
     facts: dict[str, str] = field(default_factory=dict)
 
     def newest(self, rows: int) -> Listing:
-        """The last so many rows, with a fact that says how many came before them; 0 for all."""
+        """The last `rows` rows, with a fact about the number of earlier ones; 0 for all."""
         before = len(self.rows) - rows
         if not rows or before <= 0:
             return self
@@ -33,7 +33,7 @@ class Listing:
         return replace(self, rows=self.rows[-rows:], facts=facts)
 
     def as_json(self) -> str:
-        """A list with an object a row; with facts, an object that holds them and, as `rows`, that list."""
+        """A list with an object a row; with facts, an object of the facts, and that list as `rows`."""
         rows = [dict(zip(self.columns, map(_plain, row), strict=True)) for row in self.rows]
         content: Any = {**self.facts, "rows": rows} if self.facts else rows
         return printable_json(content, indent=1, default=str)
@@ -44,7 +44,7 @@ class Listing:
         return "".join(f"{printable_json(row, default=str)}\n" for row in rows)
 
     def as_csv(self) -> str:
-        """A header, then a line a row; null is empty. Texts are printable, and none is a formula to a spreadsheet."""
+        """A header, then a line a row; null is empty. Texts are printable, and spreadsheets compute none of them."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(map(_cell, self.columns))
@@ -53,7 +53,7 @@ class Listing:
 
 
 def _cell(value: Any) -> Any:
-    """A value as CSV has it. A text that a spreadsheet would compute has an apostrophe before it, as one types it there."""
+    """A value for CSV. A text that a spreadsheet would compute gets an apostrophe before it, as a user would type it."""
     if value is None or isinstance(value, bool | int | float):
         return value
     text = printable(str(value))
@@ -61,7 +61,7 @@ def _cell(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: no number is infinite there, and keys are text."""
+    """A value for JSON, where numbers are finite and keys are text."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""What a configuration has a command import, start and join: code, programs and addresses. Pure.
+"""What a configuration makes a command import, start and join: code, programs and addresses. Pure.
 
-A run's folder is trusted like a program where it names these; commands that read one say them first.
+A run's folder is trusted like a program, since it can name these. Commands that read a run's folder print them first.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.tracker import flat
 
 OURS = "millrace."
-ADDRESSES = ("placement.ray_address",)  # which need not look like a URL
+ADDRESSES = ("placement.ray_address",)  # need not look like a URL
 
 
 def named_by_run(config: RunConfig) -> list[str]:
-    """A line for each: what is imported and from where, what is started, what is joined, with the field that says so."""
+    """A line for each import with its origin, each started program and each joined address, with its field."""
     lines = [*_named(config)]
     if any(line.startswith("imports") for line in lines) and config.run.import_from:
         lines.append(f"looks for modules in {', '.join(config.run.import_from)} (run.import_from)")

@@ -1,4 +1,4 @@
-"""Which files of a run something names, and which are strangers; whether one is what names it."""
+"""Which files of a run are named, and which are strangers; whether a file matches its entry."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import StorageError
 
 OF_THE_RUN = ("run.json", "lease.json", "quarantine.parquet")
-# what millrace discard set aside, engine logs, the claims of drivers
+# files that millrace discard moved, engine logs, the claims of drivers
 NOT_OF_ITERATIONS = ("discarded/", "logs/", "lease/")
 
 
 def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
     """Evaluations and exports that the records of an iteration name, relative to the run's folder.
 
-    Raises MissingFileError or CorruptFileError for a record that is not what was written.
+    Raises MissingFileError or CorruptFileError for a missing or corrupt record.
     """
     files = IterationFiles(folder, index)
     for task in ("evaluate_before", "evaluate", "held_out_loss_before", "held_out_loss"):
@@ -50,9 +50,9 @@ def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
 
 
 def check_file(path: Path) -> None:
-    """Raise CorruptFileError if a file of a run is not what names it: a manifest, a record, or the hash in its own name.
+    """Raise CorruptFileError if a file of a run does not match its entry: in a manifest, in a record, or the hash in its name.
 
-    A file that nothing names passes, and one that is in no run.
+    A file without an entry passes, and so does a file outside of runs.
     """
     path = path.absolute()
     above = next((folder for folder in path.parents if (folder / RECORD).is_file()), None)
@@ -64,7 +64,7 @@ def check_file(path: Path) -> None:
 
 
 def _around(run: RunFolder, inside: str) -> Iterator[FileEntry]:
-    """What is named by the iterations that may name a file: the one in its path, and the one before."""
+    """The entries of the iterations that may name a file: the iteration in its path, and the previous one."""
     number = re.search(r"/(\d{6,})[./]", inside)
     for index in range(max(0, int(number[1]) - 1), int(number[1]) + 1) if number else ():
         yield from named_by_records(run, index)
@@ -73,9 +73,9 @@ def _around(run: RunFolder, inside: str) -> Iterator[FileEntry]:
 
 
 def strangers(folder: RunFolder, named: Iterable[FileEntry]) -> list[str]:
-    """Files in a run's folder that no manifest, record or marker names. `named`: those of records.
+    """Files in a run's folder that no manifest, record or marker names. `named`: entries of records.
 
-    What tasks of open iterations write counts as named: their records follow.
+    Files of tasks of open iterations count as named: their records follow.
     """
     known = {*OF_THE_RUN, *(entry.path for entry in named)}
     for index in [*range(folder.first_open_iteration()), *open_iterations(folder)]:
@@ -109,7 +109,7 @@ def _entries(files: IterationFiles) -> list[str]:
     try:
         return list(files.entries)
     except StorageError:
-        return []  # a broken record is a problem, and is named as that
+        return []  # verify reports a broken record as a problem
 
 
 def _of_checkpoint(folder: RunFolder, done: int) -> list[str]:
@@ -119,4 +119,4 @@ def _of_checkpoint(folder: RunFolder, done: int) -> list[str]:
             *(entry.path for entry in checkpoint_files(folder, done)),
         ]
     except StorageError:
-        return [COMPLETE]  # a broken one is a problem, and is named as that
+        return [COMPLETE]  # verify reports a broken marker as a problem

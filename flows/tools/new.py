@@ -1,6 +1,6 @@
 """`millrace new`: a folder to start from, with a run, a reward and data, made from a recipe that ships with millrace.
 
-Owns which files it writes. What is in the recipe stays, but for the places of files and the reward.
+Owns which files it writes. The recipe's values stay, except for the paths of files and the reward.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from millrace.flows.pretrained import problems, sums
 from millrace.flows.quickstart import arithmetic, write_rows
 from millrace.flows.tools.deploy import FILES, comment_of
 
-ROWS = 20  # of each data file
-NOT_TO_START_FROM = ("quickstart_warm_up",)  # a part of the quickstart
-MADE = re.compile(r"^[\w-]+-files/(?:seed-0/)?")  # where recipes have the models that they make
+ROWS = 20  # rows of each data file
+NOT_TO_START_FROM = ("quickstart_warm_up",)  # part of the quickstart
+MADE = re.compile(r"^[\w-]+-files/(?:seed-0/)?")  # the folder in which recipes make their models
 REWARDS = '''"""The reward of run.yaml. It is called with one sample; change it as you like."""
 
 import re
@@ -38,9 +38,9 @@ def score(sample: RewardInput) -> float:
 
 
 def new(folder: Path, recipe: str) -> list[str]:
-    """Write run.yaml, rewards.py, train.jsonl and held_out.jsonl into the folder; returns what to do next.
+    """Write run.yaml, rewards.py, train.jsonl and held_out.jsonl into the folder; returns the next steps.
 
-    Raises ConfigError for an unknown recipe, and if one of the files is there already.
+    Raises ConfigError for an unknown recipe, and if one of the files exists already.
     """
     names = [file.stem for file in recipes()]
     if recipe not in names:
@@ -74,7 +74,7 @@ def recipes() -> list[Path]:
 
 
 def started_from(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values of a recipe for a folder of this name: its data and reward lie beside run.yaml, its models in models/."""
+    """The values of a recipe for a folder of this name: its data and reward are beside run.yaml, its models in models/."""
     changed: dict[str, Any] = _models_moved(values)
     changed["run"]["name"] = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-")[:63] or "mine"
     path = changed["model"]["path"]
@@ -98,9 +98,10 @@ def _models_moved(value: Any) -> Any:
 
 
 def _rows(values: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Rows of what the recipe's model is to learn: the quickstart's sums, or a pretrained model's sums or word problems."""
+    """Rows for the recipe's model: the quickstart's sums, or a pretrained model's sums or word problems."""
     if _is_warmed_up(values):
-        return iter(arithmetic(0))  # the first are held out of the warm-up too
+        # the first sums are held out of the warm-up too
+        return iter(arithmetic(0))
     if "flows.pretrained:prepare_sums" in str(values["run"].get("prepare", "")):
         return iter(sums(random.Random(0)))
     return problems(random.Random(0), 9)

@@ -1,6 +1,6 @@
-"""`millrace plan CONFIG --from RUN`: how long an iteration would take otherwise, replayed from what a run recorded.
+"""`millrace plan CONFIG --from RUN`: the time of an iteration under other layouts and pipelines, replayed from a run's record.
 
-Reads the run folder alone. What is replayed, and how, is core/simulation's.
+Reads only the run folder. core/simulation does the replay.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from millrace.core.simulation.recorded import Group, Request, Seconds, fit_speed
 from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.listing import Listing
 
-NEWEST = 20  # iterations that are read
-LEAST = 2  # that follow one another under one driver
+NEWEST = 20  # newest iterations that are read
+LEAST = 2  # fewest iterations in a row under one driver
 COLUMNS = (
     *("gpus", "layout", "ahead", "max_staleness", "select", "iteration_s"),
     *("trainer_idle", "engines_idle", "age_mean", "age_max"),
 )
-SAVES = ("begun", "saved", "exported")  # of a checkpoint's record; one without them is beside the sync
+SAVES = ("begun", "saved", "exported")  # keys of a checkpoint's record; a record without them did not save
 ROLLOUTS = ["group_id", "response_length", "engine_id", "timings"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ways as a listing, and what follows of them."""
+    """The compared ways as a listing, and conclusions."""
 
     listing: Listing
     verdicts: list[str]
@@ -48,14 +48,14 @@ class _Iteration:
     requests: list[Request]
     span: float
     seconds: Seconds
-    iteration_s: float | None  # since the manifest before, by the same driver
+    iteration_s: float | None  # seconds since the previous manifest, by the same driver
 
 
 def plan_from(config: RunConfig, root: str, run: str) -> Plan:
     """Replay a run's iterations with the batch of `config`, on shared and on split GPUs.
 
-    Raises StorageError if the run does not exist or has too few iterations; ConfigError for one whose phases overlap or are
-    not those of single answers.
+    Raises StorageError if the run does not exist or has too few iterations; ConfigError for a run whose phases overlap or whose
+    samples are no single answers.
     """
     record = run_record(root, run)
     recorded = recorded_run(RunConfig.model_validate(settings_of(record)), RunFolder(root, run))
@@ -84,9 +84,9 @@ def plan_from(config: RunConfig, root: str, run: str) -> Plan:
 
 
 def recorded_run(config: RunConfig, folder: RunFolder) -> Recorded:
-    """What a run recorded, in the shape that a replay takes.
+    """A run's record in the form of a replay's input.
 
-    Without the first two iterations of each driver, which import and compile, as far as enough others are there.
+    Leaves out the first two iterations of each driver, which import and compile, if enough others remain.
     """
     _check_plain(config, folder)
     done = folder.first_open_iteration()

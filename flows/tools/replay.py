@@ -1,6 +1,6 @@
-"""`millrace replay`: make stored steps again from stored batches, and compare figures and weights.
+"""`millrace replay`: repeat stored steps from stored batches, and compare metrics and weights.
 
-Uses trainer ranks of its own beside a run that may be going on; changes nothing in storage.
+Uses separate trainer ranks beside a run that may be running; changes nothing in storage.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ FIGURES = ("loss", "grad_norm", "tokens", "samples")
 
 @dataclass
 class Replay:
-    """Steps that were made again, and how they compare with what is stored."""
+    """Repeated steps, and their differences from the stored ones."""
 
     started_from: str = "the model as it was before the first step"
-    steps: list[dict[str, Any]] = field(default_factory=list)  # version, figure -> (stored, again)
+    steps: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # for each version: metric -> (stored, repeated)
     weights: str = ""
     equal: bool = True
 
@@ -56,7 +58,7 @@ def replay_run(
 ) -> Replay:
     """Replay iterations `first` to `last` (exclusive), from the newest complete checkpoint that is not after `first`.
 
-    own, say: as of `evaluate_run`.
+    own, say: as for `evaluate_run`.
     """
     record, folder = run_record(root, run), RunFolder(root, run)
     committed = folder.first_open_iteration()
@@ -83,7 +85,7 @@ def replay_run(
 
 
 def configuration_of(record: Mapping[str, Any], folder: RunFolder, index: int) -> RunConfig:
-    """The configuration under which an iteration was trained: of a branch's first iterations the parent's."""
+    """The configuration under which an iteration was trained; the parent's for the first iterations of a branch."""
     parent = record.get("parent")
     ours = record["config"] if parent is None or index >= parent["at"] else parent["config"]
     config = RunConfig.model_validate(ours)
@@ -133,7 +135,7 @@ async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -
 async def _compare_weights(
     config: RunConfig, ranks: TrainerHandle, folder: RunFolder, last: int, version: int, result: Replay
 ) -> None:
-    """Against the export or the checkpoint after the last iteration, whichever there is."""
+    """Compare with the export after the last iteration, or else with its checkpoint."""
     here = None if config.sync.by_url else config.sync.directory
     with temporary_folder("millrace-replay", here) as name:
         again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
@@ -162,7 +164,7 @@ async def _compare_weights(
 
 
 def export_folder(folder: RunFolder, last: int, into: Path) -> None:
-    """The export after an iteration. Raises CorruptFileError for a file that is not as the checkpoint task recorded it."""
+    """The export after an iteration. Raises CorruptFileError for a file that differs from the checkpoint task's record."""
     export = folder.store.child(f"exports/{last:06d}")
     record = IterationFiles(folder, last - 1).record("checkpoint") or {}
     entries = recorded(
@@ -174,7 +176,7 @@ def export_folder(folder: RunFolder, last: int, into: Path) -> None:
 
 
 async def export_ranks(config: RunConfig, ranks: TrainerHandle, version: int, folder: Path) -> None:
-    """The weights of the ranks in a folder of this host, by way of sync.directory where that is a URL."""
+    """Export the ranks' weights to a folder of this host, through sync.directory if that is a URL."""
     if not config.sync.by_url:
         await ranks.export(str(folder), version)
         return
@@ -187,7 +189,7 @@ async def export_ranks(config: RunConfig, ranks: TrainerHandle, version: int, fo
 
 
 def largest_differences(one: Path, other: Path) -> dict[str, float]:
-    """Tensors of two Hugging Face folders that are not equal bit for bit, with their largest difference."""
+    """Tensors that differ between two Hugging Face folders, with their largest difference."""
     left, right = (_tensors(folder) for folder in (one, other))
     assert left.keys() == right.keys(), "exports of one model name the same tensors"
     return {
@@ -204,7 +206,8 @@ def _same_bytes(one: Any, other: Any) -> bool:
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file  # numpy has no bfloat16
+    # numpy has no bfloat16
+    from safetensors.torch import load_file
 
     return {
         name: value

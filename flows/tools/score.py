@@ -1,7 +1,7 @@
 """`millrace score`: score the rows of a file with a reward, without a run.
 
-Owns reading the rows, the calls, and the file of scores; the processes and their deadlines are those of a run. A row whose
-scoring fails has no reward and says why.
+Owns reading the rows, the calls, and the file of scores; processes and deadlines are as in a run. A row whose scoring fails has
+no reward but a reason.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row has what the reward reads. Keys may be dotted."""
+    """The keys of a row that the reward reads. Keys may be dotted."""
 
     prompt: str = "prompt"
     response: str = "response"
     label: str = "label"
     metadata: str = "metadata"
-    group: str | None = None  # rows with one value there are one group
+    group: str | None = None  # rows with the same value are one group
 
 
 @dataclass
 class Scores:
-    """What came of the rows, in their order."""
+    """Results of the rows, in their order."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:
-        """Of the rows that have one, smallest first."""
+        """The rewards of scored rows, smallest first."""
         return sorted(row["reward"] for row in self.rows if row["reward"] is not None)
 
     @property
     def mean(self) -> float | None:
-        """None if no row has a reward."""
+        """The mean reward; None if no row has one."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
     @property
     def failures(self) -> list[tuple[str, int]]:
-        """Reasons, the most frequent first."""
+        """Reasons of failures with their counts, the most frequent first."""
         return Counter(row["reason"] for row in self.rows if row["reason"]).most_common()
 
     def quantile(self, share: float) -> float:
@@ -97,7 +97,7 @@ def score_file(
     timeout_s: float,
     limits: Limits,
 ) -> tuple[Scores, str]:
-    """Score every row and write the scores; also returns where.
+    """Score every row and write the scores; returns them and the written file.
 
     Errors: ConfigError for a reward that cannot be loaded, DataError for a file that cannot be read.
     """
@@ -122,7 +122,8 @@ def score_file(
             "would replace the file that is read", where=f"--out {out}", remedy="give another name"
         )
     search_in()
-    load(function.function, "reward.function")  # before processes start
+    # a wrong path is an error before processes start
+    load(function.function, "reward.function")
     resolved(function.options, "--options")
     with long_integers():
         rows = [_sample(values, number, path, columns) for number, values in enumerate(_read(path))]
@@ -160,7 +161,7 @@ def _read(path: str) -> list[dict[str, Any]]:
 
 
 def _table(path: Path) -> pa.Table:
-    """A table, with the checksums that are in it; one of a run as what names it has it."""
+    """Read a table with its page checksums; a run's table is checked against its entry."""
     check_file(path)
     return pq.read_table(path, page_checksum_verification=True)
 

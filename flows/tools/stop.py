@@ -18,15 +18,15 @@ from millrace.core.errors import LeaseHeldError, StorageError, of_run
 from millrace.flows.tools.browse import run_record, settings_of
 from millrace.tasks.runtime.orphans import join_and_end_orphans
 
-PROMISED_S = 10.0  # in which a command ends after SIGTERM
+PROMISED_S = 10.0  # a command ends in this time after SIGTERM
 POLL_S = 0.05
 
 
 def stop_run(root: str, run: str) -> str:
-    """End what works on a run: its driver as Ctrl-C does, then actors that are left, whose place is given back.
+    """End a run's processes: its driver as Ctrl-C does, then remaining actors, whose resources are released.
 
-    Returns what ended. Raises LeaseHeldError for a driver that this process cannot end, naming where it runs. Of a run whose folder
-    is gone, ends the actors that its killed driver left; raises StorageError if there are none.
+    Returns lines about what ended. Raises LeaseHeldError for a driver that this process cannot end, naming its host. If the
+    run's folder is gone, ends the actors that its killed driver left; raises StorageError if there are none.
     """
     folder = RunFolder(root, run)
     driver = find_driver(folder.store)
@@ -45,19 +45,19 @@ def stop_run(root: str, run: str) -> str:
 
 
 def stop_left() -> str:
-    """End the actors of runs whose driver was killed and which nobody goes on with. Returns what ended."""
+    """End the actors of runs whose driver was killed and was not restarted. Returns lines about what ended."""
     return "; ".join(join_and_end_orphans()) or "nothing was left by killed drivers"
 
 
 def _settled(record: Mapping[str, Any], *, stopped: bool) -> list[str]:
-    """Give the run's flow runs a final state on Prefect's page; what is worth saying of that.
+    """Set a final state on Prefect's page for the run's flow runs; returns lines about it.
 
-    stopped: the newest was ended just now, on purpose.
+    stopped: whether the newest flow run was just ended on purpose.
     """
     attempts = record.get("attempts") or []
     flow_runs = [attempt["flow_run_id"] for attempt in attempts if attempt.get("flow_run_id")]
     if not flow_runs or not server_runs():
-        return []  # the next start says it
+        return []  # the next start reports it
     ensure_server()
     from millrace.connectors.prefect.flow_run_state import cancel_ended, settle_killed
 
@@ -71,11 +71,11 @@ def _settled(record: Mapping[str, Any], *, stopped: bool) -> list[str]:
 
 
 def end_actors(root: str, run: str) -> int:
-    """End the run's actors and give back their place, whoever drives it. Returns how many ended."""
+    """End the run's actors and release their resources, under any driver. Returns how many ended."""
     record = run_record(root, run)
     config = RunConfig.model_validate(settings_of(record))
     if not (config.placement.ray_address or cluster.head_lives()):
-        return 0  # without a head there are none
+        return 0  # without a head there are no actors
     identity = RunFolder(root, run).identity(record.get("id"))
     cluster.start_or_join(config.placement.ray_address, identity)
     ended = asyncio.run(actors.end())
@@ -85,7 +85,7 @@ def end_actors(root: str, run: str) -> int:
 
 
 def end_driver(driver: ProcessIdentity, run: str, url: str) -> bool:
-    """End a driver by SIGTERM and wait until it is gone; False if it had ended before. Raises LeaseHeldError if it lives on."""
+    """End a driver by SIGTERM and wait until it is gone; False if it had ended before. Raises LeaseHeldError if it survives."""
     if driver.lives() is None:
         raise LeaseHeldError(
             f"driven by {driver}, on another host or in another container than this process",

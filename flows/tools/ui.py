@@ -1,6 +1,6 @@
 """`millrace ui`: the pages that show runs, Prefect's and MLflow's, and the shell line for Prefect's own commands.
 
-Owns which page of MLflow's is the one to open. Servers that the user configured are shown, and none is started for them.
+Owns which page of MLflow to open. Servers that the user configured are shown, not started.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from millrace.flows.tools.browse import run_record, settings_of
 
 
 def open_pages(root: str, run: str | None, uri: str | None, port: int | None) -> list[str]:
-    """Start or find the servers; returns the lines that say where the pages are.
+    """Start or find the servers; returns lines with the addresses of the pages.
 
-    run: whose curves MLflow's page shows; without one, the list of the runs that the newest is among. uri: the tracking store,
-    where the run's configuration names none.
+    run: whose curves MLflow's page shows; without it, the list of runs with the newest one. uri: the tracking store, if the
+    run's configuration names none.
     """
     record = run_record(root, run) if run else None
     store = (settings_of(record)["tracking"]["uri"] if record else None) or uri or default_uri()
@@ -57,10 +57,11 @@ def open_pages(root: str, run: str | None, uri: str | None, port: int | None) ->
 
 
 def _prefect_page(api: str, record: dict[str, Any] | None) -> str:
-    """The page of the run's newest flow run; of all runs where there is none."""
+    """The page of the run's newest flow run; the page of all runs without one."""
     flow_run = record["attempts"][-1]["flow_run_id"] if record and record["attempts"] else None
     if flow_run is None:
         return ui_url(api)
-    from prefect.utilities.urls import url_for  # here: the server's address is in the environment by now
+    # imported here: the server's address is in the environment by now
+    from prefect.utilities.urls import url_for
 
     return url_for("flow-run", obj_id=flow_run) or ui_url(api)

@@ -1,6 +1,6 @@
 """`millrace verify`: every hash, the ledger and the lineage of a run, checked again from storage alone.
 
-What manifests, records and markers name is judged. Other files are strangers, listed apart: nothing reads them.
+Files that manifests, records and markers name are checked. Other files are strangers, listed separately: nothing reads them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Row = TypeVar("Row")
 
 @dataclass
 class Verdict:
-    """How much was checked, what is wrong with it, and which files nothing names."""
+    """Counts of checked items, problems, and files that nothing names."""
 
     problems: list[str] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)
@@ -65,7 +65,8 @@ def verify_run(root: str, run: str) -> Verdict:
     record, folder, verdict = run_record(root, run), RunFolder(root, run), Verdict()
     config = RunConfig.model_validate(settings_of(record))
     try:
-        committed = range(len(folder.manifests()))  # which reads each, and no summary
+        # reads each manifest, not a summary of them
+        committed = range(len(folder.manifests()))
         if committed:
             check_newest(folder, committed[-1])
     except StorageError as error:
@@ -95,7 +96,7 @@ def verify_run(root: str, run: str) -> Verdict:
 
 
 def _open_iteration(folder: RunFolder, index: int) -> list[str]:
-    """What is wrong with the files that its records name, and with its notes of takeovers."""
+    """Problems of the files that an open iteration's records name, and of its notes of takeovers."""
     files = IterationFiles(folder, index)
     takeovers = _problems(lambda: _check_takeovers(folder, files))
     try:
@@ -107,7 +108,7 @@ def _open_iteration(folder: RunFolder, index: int) -> list[str]:
 
 
 def _problems(check: Callable[[], object]) -> list[str]:
-    """What a check raises about files."""
+    """The problems that a check raises about files."""
     try:
         check()
     except StorageError as error:
@@ -116,19 +117,19 @@ def _problems(check: Callable[[], object]) -> list[str]:
 
 
 def _check_takeovers(folder: RunFolder, opened: IterationFiles) -> None:
-    """Raise StorageError for a note of a takeover that is not what was written, or another run's."""
+    """Raise StorageError for a note of a takeover that is corrupt or belongs to another run."""
     for path in list_notes(opened.folder):
         folder.owner.check(check_note(opened.folder, path), opened.folder.url_of(path))
 
 
 def _file_problems(store: Store, entries: Iterable[FileEntry]) -> list[str]:
-    """What differs from these entries, a line a file."""
+    """Differences from these entries, a line a file."""
     lines = in_threads(lambda entry: _problems(lambda: store.verify(entry)), entries)
     return [line for found in lines for line in found]
 
 
 def _problems_of_records(folder: RunFolder, record: dict[str, Any], verdict: Verdict) -> Iterator[FileEntry]:
-    """The entries of files outside iterations that records name; what is wrong with them goes into the verdict."""
+    """The entries of files outside iterations that records name; their problems go into the verdict."""
     for index in [*range(verdict.iterations), *verdict.open_iterations]:
         entries: list[FileEntry] = []
         problems = _problems(lambda: entries.extend(named_by_records(folder, index)))  # noqa: B023
@@ -205,7 +206,7 @@ def _rows(table: pa.Table | None, row: type[Row]) -> list[Row]:
 def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Iterator[str]:
     """Draw every iteration again from the history before it: the ledger must draw the same groups.
 
-    Not where another run drew them, and by its own outcomes.
+    Iterations that another run drew by its own outcomes are left out.
     """
     if config.pipeline.rollouts_from:
         return
@@ -225,7 +226,7 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
         )
         for index in range(since, end):
             keys = history[index].keys()
-            # drawn while those before it that might be open were, so that nothing younger shows
+            # drawn while as many earlier iterations were open as its lag allows, so that it depends on no younger outcome
             drawn = ledger.draw(index, config.rollout.prompts, len(keys) - config.rollout.prompts)
             if [draw.key for draw in drawn] != keys:
                 yield (
@@ -241,7 +242,7 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
 
 
 def _buffer(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    """Fold the history again: each reused group must have been held. Of a branch, what its own settings chose."""
+    """Compute the buffer again: it must have held each reused group. For a branch: groups that its own settings chose."""
     settings = config.rollout.buffer
     own = (record.get("parent") or {}).get("at", 0)
     buffer = Buffer(settings.max_age, settings.max_uses, config.steps_per_iteration) if settings else None
@@ -256,7 +257,7 @@ def _buffer(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
 
 
 def _plan(source: Source, stored: dict[str, Any]) -> SourcePlan:
-    """How a source was drawn from, by what run.json says of it."""
+    """How a source was drawn from, by run.json."""
     found = SourceFingerprint.model_validate(stored)
     levels: dict[int | None, int] = {level: rows for level, rows in found.levels.items()}  # noqa: C416 - keys of a wider type
     return plan_of(source, levels or {None: found.usable})

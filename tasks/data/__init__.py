@@ -1,1 +1,1 @@
-"""The rows that a run draws prompts from: of files that are held, of files too large for that, of a user's function."""
+"""The rows that a run draws prompts from: of files held in memory, of files too large for that, of a user's function."""

@@ -1,4 +1,4 @@
-"""Rows that a user's function gives: called in a process of its own, which holds what the function returned.
+"""Rows of a user's function. It is called in a separate process, which holds the rows.
 
 A row that raises, or cannot be stored as JSON, is an unusable row with the reason.
 """
@@ -21,15 +21,15 @@ from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import cleaned, failure_of, load_function
 
 TIMEOUT_S = 600.0  # for the function itself, and for the rows of a draw
-SAMPLED = 64  # rows of each level, spread over it, that a fingerprint is made of
-TABLES = "datasets"  # the package whose rows are those of a table
+SAMPLED = 64  # rows of each level in a fingerprint, spread evenly
+TABLES = "datasets"  # the package whose rows come from a table
 UNSTORABLE = (TypeError, ValueError, RecursionError)
 
 
 class OwnRows:
     """The rows of a source with a function. Its process ends with the driver.
 
-    size, sha256, files: as a fingerprint has them; the hash is that of some rows, spread over all.
+    size, sha256, files: for the fingerprint; the hash covers some rows, spread over all.
     """
 
     size = 0
@@ -83,7 +83,7 @@ class OwnRows:
         ]
 
     def _values(self, level: int | None, numbers: Sequence[int]) -> list[Mapping[str, Any] | str]:
-        """What the function gave; text where there is no row says why."""
+        """The function's rows; a text instead of a row is the reason for its lack."""
         found: list[str | dict[str, str]] = self._call(
             rows_at, self._function, self._where, level, list(numbers)
         )
@@ -108,14 +108,14 @@ def levels_of(levels: Levels | None) -> list[int | None]:
 
 
 def rows_count(function: UserFunction, where: str, level: int | None) -> int:
-    """How many rows the function gives. Runs in the worker process."""
+    """The number of rows that the function returns. Runs in the worker process."""
     return len(_rows(function.model_dump_json(), where, level))
 
 
 def rows_at(
     function: UserFunction, where: str, level: int | None, numbers: Sequence[int]
 ) -> list[str | dict[str, str]]:
-    """Rows as JSON, or what is wrong with them. Runs in the worker process."""
+    """Rows as JSON, or their errors as text. Runs in the worker process."""
     rows = _rows(function.model_dump_json(), where, level)
     return [_row(rows, number, function) for number in numbers]
 
@@ -137,7 +137,7 @@ def _row(rows: Any, number: int, function: UserFunction) -> str | dict[str, str]
 
 @lru_cache(maxsize=64)
 def _rows(function: str, where: str, level: int | None) -> Any:
-    """What the function returned, kept for later rows."""
+    """The function's result, kept for later rows."""
     called = load_function(UserFunction.model_validate_json(function), where)
     rows = called() if level is None else called(level=level)
     if (

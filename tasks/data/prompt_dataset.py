@@ -1,4 +1,4 @@
-"""The prompts of a run, tokenised in the process that drives it: small sources once, at the start, others as they are drawn.
+"""The prompts of a run, tokenised in the driver: small sources once at the start, other sources when rows are drawn.
 
 Owns the length check and the quarantine; knows nothing of which prompts are drawn when.
 """
@@ -56,7 +56,7 @@ class PromptSet:
         return [self.usable[number] for number in numbers]
 
     def fingerprint(self) -> SourceFingerprint:
-        """What the source holds now."""
+        """The fingerprint of the source's current content."""
         return fingerprint(self.source, (item.row for item in self.usable), self.quarantined)
 
 
@@ -66,7 +66,7 @@ class PromptDataset:
     def __init__(
         self, config: RunConfig, tokenizer: PromptTokenizer, whole: Collection[str] = frozenset()
     ) -> None:
-        """whole: sources that are read whole, however many rows they have."""
+        """whole: sources that are read whole at any size."""
         self.sources: dict[str, Rows] = {
             source.name: _opened(
                 source,
@@ -92,7 +92,7 @@ class PromptDataset:
         return [found[row] for row in rows]
 
     def plans(self) -> dict[str, SourcePlan]:
-        """What the ledger draws from."""
+        """The source plans of the ledger."""
         return {
             source.name: plan_of(source, self.sources[source.name].sizes()) for source in self._config.sources
         }
@@ -102,7 +102,7 @@ class PromptDataset:
         return {name: len(rows.quarantined) for name, rows in self.sources.items()}
 
     def fingerprints(self) -> dict[str, SourceFingerprint]:
-        """What each source holds now."""
+        """The fingerprint of each source's current content."""
         return {name: rows.fingerprint() for name, rows in self.sources.items()}
 
     def write_quarantine(self, store: Store) -> FileRecord | None:

@@ -1,6 +1,6 @@
-"""A source that is read row by row as prompts are drawn, and what every source has in common.
+"""A source that is read row by row as prompts are drawn, and the interface of all sources.
 
-Its rows are not known to be usable before they are drawn: one that is not is dropped then, with its reason.
+Whether a row is usable is known only when it is drawn. An unusable row is dropped then, with its reason.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from millrace.core.contracts.rows.trained_messages import trained_messages, with
 from millrace.core.errors import DataError
 from millrace.tasks.data.own_rows import OwnRows
 
-HEAD = 1000  # rows at the beginning that are looked at before a run starts
-ENOUGH = 100  # rows that must have been read before a share of unusable ones means anything
+HEAD = 1000  # first rows, which are checked before a run starts
+ENOUGH = 100  # rows that must have been read before a share of unusable rows counts
 
 
 class UsablePrompt(NamedTuple):
@@ -39,23 +39,21 @@ class UsablePrompt(NamedTuple):
 
     row: PromptRow
     tokens: list[int]
-    dialogue: TrainedDialogue | None = (
-        None  # of a row that is a whole dialogue: `tokens` come before its response
-    )
+    dialogue: TrainedDialogue | None = None  # for a row that is a whole dialogue: the tokens after `tokens`
 
 
 Read = UsablePrompt | Quarantined
 
 
 class Rows(Protocol):
-    """A source: rows by number, of each level where it has levels."""
+    """A source: rows by number, for each level if it has levels."""
 
     @property
     def name(self) -> str: ...
     @property
     def quarantined(self) -> Sequence[Quarantined]: ...
     def sizes(self) -> dict[int | None, int]:
-        """Rows by level; under None those of a source without levels."""
+        """Rows by level; under None for a source without levels."""
         ...
 
     def read(self, level: int | None, numbers: Sequence[int]) -> list[Read]:
@@ -63,7 +61,7 @@ class Rows(Protocol):
         ...
 
     def fingerprint(self) -> SourceFingerprint:
-        """What the source holds now."""
+        """The fingerprint of the source's current content."""
         ...
 
 
@@ -75,7 +73,7 @@ def tokenised(
     *,
     skips_special: bool,
 ) -> list[Read]:
-    """Each row with its prompt's tokens; rows of more than `limit` tokens, or with a stop that no answer has, cannot be used.
+    """Each row with its prompt's tokens; rows of more than `limit` tokens, or with an impossible stop, are unusable.
 
     skips_special: whether the text of an answer has no special tokens.
     """
@@ -123,7 +121,7 @@ def _dialogue(source: Source | EvalSet, row: PromptRow, reader: Dialogues, limit
 
 
 class DrawnRows:
-    """A source whose rows are read as they are drawn: of large files, or of a user's function."""
+    """A source whose rows are read when they are drawn: from large files, or from a user's function."""
 
     def __init__(
         self, source: Source, data: Data, tokenizer: PromptTokenizer, *, skips_special: bool
@@ -133,8 +131,8 @@ class DrawnRows:
         self._skips_special = skips_special
         self._rows: AddressedRows | OwnRows = OwnRows(source) if source.rows else AddressedRows(source)
         self._lock = threading.Lock()
-        self._seen = self._bad = 0  # rows read so far; one that is read again counts again
-        self._refused: list[Quarantined] = []  # the first of them
+        self._seen = self._bad = 0  # rows read so far; a row that is read again counts again
+        self._refused: list[Quarantined] = []  # the first unusable rows
         self._labelled = False
         level = source.levels.first if source.levels else None
         self._head = self.read(level, range(min(HEAD, self.sizes()[level])))
@@ -149,7 +147,7 @@ class DrawnRows:
 
     @property
     def quarantined(self) -> Sequence[Quarantined]:
-        """Unusable rows among the first that were read; those that are drawn later stand in verdicts.parquet."""
+        """Unusable rows among the first rows; unusable rows that are drawn later are in verdicts.parquet."""
         return self._refused
 
     def sizes(self) -> dict[int | None, int]:
@@ -159,7 +157,7 @@ class DrawnRows:
         return {None: len(self._rows)}
 
     def read(self, level: int | None, numbers: Sequence[int]) -> list[Read]:
-        """The rows with these numbers. Raises DataError if too many of all that were read are unusable."""
+        """The rows with these numbers. Raises DataError if too many of all rows read are unusable."""
         rows = self._rows
         items = rows.read(level, numbers) if isinstance(rows, OwnRows) else rows.read(numbers)
         usable = [item for item in items if isinstance(item, PromptRow)]
@@ -183,7 +181,7 @@ class DrawnRows:
         return result
 
     def fingerprint(self) -> SourceFingerprint:
-        """What the source holds now; the hash of usable rows is that of the first ones."""
+        """The fingerprint of the source's current content; its hash of usable rows covers the first rows."""
         rows, usable = self._rows, [item.row for item in self._head if isinstance(item, UsablePrompt)]
         origin = self._source.rows.function if self._source.rows else self._source.path
         sizes = self.sizes()

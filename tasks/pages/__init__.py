@@ -1,1 +1,1 @@
-"""What pages show of a run: texts, tables and pictures, made of figures. Sends nothing."""
+"""Content of a run's pages: texts, tables and pictures, made from metrics. Sends nothing."""

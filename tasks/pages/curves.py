@@ -1,4 +1,4 @@
-"""What pictures of a run are drawn from: some figures of every iteration, read from the manifests once and added to since."""
+"""Data of a run's pictures: some metrics of every iteration, read once from the manifests, then added as iterations end."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ SHOWN = re.compile(
 
 
 class Curves:
-    """Figures by name and iteration. Those before training are at 0."""
+    """Metrics by name and iteration. Metrics from before training have iteration 0."""
 
     def __init__(self) -> None:
         self._points: dict[str, dict[int, float]] = {}
-        self.moved: set[str] = set()  # names of all figures that were something else than 0
+        self.moved: set[str] = set()  # names of all metrics that ever differed from 0
 
     def read(self, folder: RunFolder) -> None:
-        """Add what the run's committed iterations hold."""
+        """Add the metrics of the run's committed iterations."""
         for item in folder.committed():
             self.add(item.metrics, item.iteration + 1)
             if item.evaluated:
                 self.add(item.evaluated["metrics"], item.evaluated["done"])
 
     def add(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add an iteration's."""
+        """Add the metrics of an iteration."""
         for name, value in metrics.items():
             if value:
                 self.moved.add(name)
@@ -37,15 +37,15 @@ class Curves:
                 self._points.setdefault(name, {})[step] = value
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """Iterations and values of a figure, in order."""
+        """Iterations and values of a metric, in order."""
         return sorted(self._points.get(name, {}).items())
 
     def named(self, pattern: str) -> list[str]:
-        """Names of figures that match a regular expression from their beginning, sorted."""
+        """Names of metrics whose start matches a regular expression, sorted."""
         return sorted(name for name in list(self._points) if re.match(pattern, name))
 
     def tokens(self) -> dict[str, int]:
-        """The account of the run's tokens: what was generated, and what became of it."""
+        """The account of the run's tokens: generated tokens, and what became of them."""
         names = ("generated", *(fate for fate in FATES if fate != "in flight"))
         totals = {name: sum(value for _, value in self.points(f"tokens/{name}")) for name in names}
         return {

@@ -20,14 +20,15 @@ PANELS = (
     ("response length, tokens", r"rollout/response_length_mean$"),
     ("gradient norm", r"train/grad_norm$"),
 )
-NOTHING = 1e-6  # a loss that never leaves it says nothing: with one step an iteration it is 0 by construction
+# a loss that never exceeds it is not shown: with one step an iteration it is 0 by construction
+NOTHING = 1e-6
 LEGEND_PT = 12  # height of a line of a legend
 
 T = TypeVar("T")
 
 
 async def drawn(draw: Callable[..., T], *arguments: Curves) -> T:
-    """What `draw` makes, in the one thread that draws: matplotlib opens its fonts for each thread, and keeps them open."""
+    """The result of `draw`, called in the only drawing thread: matplotlib opens its fonts for each thread and keeps them open."""
     return await asyncio.get_running_loop().run_in_executor(_drawer(), draw, *arguments)
 
 
@@ -45,7 +46,7 @@ def prepare_drawing() -> None:
 
 
 def curves_png(curves: Curves) -> bytes:
-    """A panel each for reward, loss, length and gradient norm, and for held-out rewards and losses, as far as there are any."""
+    """Panels for reward, loss, length and gradient norm, and for held-out rewards and losses if there are any."""
     keep_fonts_at_home()
     from matplotlib.figure import Figure
 
@@ -54,7 +55,8 @@ def curves_png(curves: Curves) -> bytes:
     lines = max((len(names) for _, names in panels if len(names) > 1), default=0)
     legend = LEGEND_PT * lines / 72  # inches below each panel
     height = (2.7 + legend) * max(rows, 1) + 0.3
-    figure = Figure(figsize=(11, height))  # a computed layout would take as long as the drawing
+    # a computed layout would take as long as the drawing
+    figure = Figure(figsize=(11, height))
     figure.subplots_adjust(
         left=0.07, right=0.98, top=1 - 0.1 / height, bottom=(0.5 + legend) / height, wspace=0.18,
         hspace=(0.6 + legend) / 2.2,
@@ -63,12 +65,14 @@ def curves_png(curves: Curves) -> bytes:
         axes = figure.add_subplot(rows, 2, number + 1)
         for name in names:
             steps, values = zip(*curves.points(name), strict=True)
-            shown = name.replace("$", r"\$")  # which begins a formula
+            # $ would start a formula
+            shown = name.replace("$", r"\$")
             axes.plot(steps, values, "o-" if name.startswith("eval/") else "-", label=shown)
         axes.set_xlabel("iterations trained")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        if len(names) > 1:  # below the panel: it hides no curve
+        # below the panel, so that it hides no curve
+        if len(names) > 1:
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=8, frameon=False)
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=90)
@@ -76,7 +80,7 @@ def curves_png(curves: Curves) -> bytes:
 
 
 def _that_say_something(curves: Curves, pattern: str) -> list[str]:
-    """Names of the figures of a panel, without a loss that is 0 by construction."""
+    """Names of the metrics of a panel, without a loss that is 0 by construction."""
     return [
         name
         for name in curves.named(pattern)

@@ -28,7 +28,7 @@ def iteration_text(
     curves: Curves,
     links: Mapping[str, str],
 ) -> str:
-    """An iteration: the reward so far, its headline figures, where its time went."""
+    """An iteration: the reward so far, its headline metrics, its times."""
     shown = [*HEADLINES, *sorted(name for name in metrics if HELD_OUT.match(name))]
     figures = [f"| {_cell(name)} | {metrics[name]:.5g} |" for name in shown if name in metrics]
     lines = [f"# {title}", *_so_far(curves), "", "| figure | value |", "|---|---|", *figures]
@@ -55,7 +55,7 @@ def run_text(title: str, curves: Curves, links: Mapping[str, str]) -> str:
 
 
 def account_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """What became of an iteration's tokens. rows: as `Account.rows` gives them."""
+    """What became of an iteration's tokens. rows: of `Account.rows`."""
     if not rows:
         return ""
     columns = list(rows[0])
@@ -66,7 +66,7 @@ def account_text(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _so_far(curves: Curves) -> list[str]:
-    """The curve that says most, in a line of blocks: the reward, or of supervised runs the loss."""
+    """The main curve in a line of blocks: the reward, or the loss in supervised runs."""
     for name in ("reward/mean", "train/loss"):
         points = curves.points(name)
         if points:

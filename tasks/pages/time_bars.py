@@ -1,4 +1,4 @@
-"""Where the time of an iteration went: a bar for each task, and the shares of its phases. Pure."""
+"""The times of an iteration: a bar for each task, and the shares of its phases. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEWEST = 40  # values of a sparkline
 
 
 def time_bars(intervals: Mapping[str, Interval]) -> list[str]:
-    """A line for each task in the order of their starts: its name, a bar that lies where the task lay, its seconds."""
+    """A line for each task in the order of their starts: its name, a bar at its place in time, its seconds."""
     if not intervals:
         return []
     first, last = _span(intervals.values())
@@ -39,7 +39,7 @@ def time_bars(intervals: Mapping[str, Interval]) -> list[str]:
 
 
 def time_shares(intervals: Mapping[str, Interval]) -> dict[str, float]:
-    """Share of each phase in the time from the first task's start to the last one's end; `other`: in which no phase was at work.
+    """Share of each phase in the time from the first task's start to the last one's end; `other`: time outside of all phases.
 
     Tasks of a phase that overlap count once. With iterations that run ahead, phases overlap and shares add up to more than 1.
     """

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, as its driver sees it: joined, joined again when the local head died, left.
+"""The driver's connection to the run's Ray cluster: joins it, rejoins it when the local head died, leaves it.
 
 Owns the connection and the run's reservation; knows nothing of what the actors do.
 """
@@ -28,30 +28,33 @@ class Cluster:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.settings: Mapping[str, Any] = config.for_actors()  # the configuration as actors get it
+        # the configuration in the form that actors get
+        self.settings: Mapping[str, Any] = config.for_actors()
         self._reservation = placement.Reservation(config)
-        self.identity = config.run.name  # the namespace of its actors; that of one run alone from `use` on
+        self.identity = config.run.name  # the namespace of its actors; unique to this run after `use`
         self._driven = driven_run(config, self.identity)
         self._fence: Fence | None = None
         self._joining = asyncio.Lock()
-        self._connecting = False  # a thread does so; it goes on when the task that waits for it is cancelled
-        self._killed = False  # the actors, for the run ends
+        # whether a thread is connecting; it continues if the task that waits for it is cancelled
+        self._connecting = False
+        self._killed = False  # the actors were killed, since the run ends
 
     def use(self, identity: str, run_id: str, fence: Fence) -> None:
         """Work in the namespace of this run alone, and end actors only while the fence lets this process.
 
         To be called in the flow run of the training run, whose id is noted.
         """
-        from prefect.runtime import flow_run  # here: a command first says which server Prefect is to use
+        # imported here: a command first says which server Prefect is to use
+        from prefect.runtime import flow_run
 
         self.identity, self._fence = identity, fence
         self._driven = driven_run(self.config, identity, run_id, flow_run.id)
 
     async def join(self) -> None:
-        """Be connected. A local head that died or answers no more is started again; the actors it had are lost and rebuilt.
+        """Connect, if not connected. A local head that is dead or silent is restarted; its actors are lost and rebuilt.
 
-        Raises CancelledError once the actors were killed: an asyncio.TaskGroup in which one of them fails forgets that it was
-        cancelled, and the task of the iteration would be tried again and make new ones.
+        Raises CancelledError once the actors were killed: an asyncio.TaskGroup in which a call to an actor fails forgets that
+        it was cancelled, and a retry of the iteration's task would make new actors.
         """
         if self._killed:
             raise asyncio.CancelledError
@@ -67,7 +70,8 @@ class Cluster:
     def _connect(self) -> None:
         self._connecting = True
         try:
-            note_driven(self._driven)  # before the first actor is made
+            # before the first actor is made
+            note_driven(self._driven)
             cluster.start_or_join(self.config.placement.ray_address, self.identity)
         finally:
             self._connecting = False
@@ -79,14 +83,14 @@ class Cluster:
         await actors.end_others(self.settings)
 
     async def end_role(self, role: str) -> None:
-        """End the run's actors of a role. Raises LeaseHeldError if they are another driver's by now."""
+        """End the run's actors of a role. Raises LeaseHeldError if another driver holds them by now."""
         await self._check_fence()
         await actors.end(role)
 
     async def find_alive(
         self, role: str, index: int, cls: Callable[[Any, int, int], T]
     ) -> actors.Actor[T] | None:
-        """An actor that an earlier driver left, or this one made, if it answers; what is left of one that does not is ended."""
+        """An actor that an earlier driver or this one made, if it answers; an actor that does not answer is ended."""
         await self._check_fence()
         return await actors.find_alive(role, index, cls, limit=self.config.part_limit)
 
@@ -95,7 +99,7 @@ class Cluster:
         return await asyncio.to_thread(self._reservation.places, role)
 
     def kill_actors(self) -> None:
-        """Kill the run's actors at once, whatever they do, unless they are another driver's by now. No others are made."""
+        """Kill the run's actors at once, in any call, unless another driver holds them by now. No new ones are made."""
         self._killed = True
         if self._reaches_actors():
             with contextlib.suppress(LeaseHeldError, ActorLostError):
@@ -104,7 +108,7 @@ class Cluster:
                 actors.kill_all()
 
     async def end_actors(self) -> None:
-        """End the run's actors, and give back what was reserved for them."""
+        """End the run's actors, and release their resources."""
         if self._reaches_actors():
             try:
                 await actors.end()
@@ -112,18 +116,19 @@ class Cluster:
             except ActorLostError:
                 if not cluster.lost(self.config.placement.ray_address):
                     raise
-                # they ended with their head
+                # the actors ended with their head
             await asyncio.to_thread(forget_driven, self.identity)
 
     async def end_orphans(self) -> None:
-        """On the local head: end actors of runs that nobody goes on with, which `join` comes before."""
+        """On the local head: end actors of abandoned runs. Call `join` first."""
         if self.config.placement.ray_address is None:
             for sentence in await end_orphans(await asyncio.to_thread(orphans)):
                 log.warning("%s", sentence)
 
     def leave(self) -> None:
         """Disconnect. Actors that were not ended stay for the next driver."""
-        if not self._connecting:  # Ray aborts the process where it is left while it is joined
+        # Ray aborts the process if it is left while it is joined
+        if not self._connecting:
             cluster.leave()
 
     async def _check_fence(self) -> None:

@@ -1,7 +1,6 @@
 """The engines of a run as one fleet: found again, made, put to sleep.
 
-Owns where an engine's handle comes from. Knows nothing of the trainer: before an engine's process starts, `make_room` is
-awaited.
+Owns how an engine's handle is found. Knows nothing of the trainer: before an engine's process starts, `make_room` is awaited.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Engines:
         return self._fleet
 
     async def sleep(self) -> None:
-        """Have engines give back their GPU memory, also those that an earlier driver left awake; none is started for it."""
+        """Make engines release their GPU memory, also engines that an earlier driver left awake. Starts no engine."""
         if self._fleet is None:
             living = await self._living()
             if not living:
@@ -55,7 +54,7 @@ class Engines:
         await self._fleet.sleep()
 
     async def close(self) -> None:
-        """Close connections; the processes are left to their actors."""
+        """Close connections; the actors keep the processes."""
         if self._fleet:
             await self._fleet.close()
 
@@ -70,7 +69,7 @@ class Engines:
         return {index: EngineProxy(actor) for index, actor in enumerate(living) if actor is not None}
 
     async def _engine(self, index: int) -> EngineHandle:
-        """A handle on an engine: the actor that lives, or a new one; or an external engine's address."""
+        """A handle on an engine: a living actor, a new actor, or an external engine's address."""
         if self.config.engines.kind == "external":
             return ExternalEngine(self.config, index)
         await self._cluster.join()
@@ -85,7 +84,7 @@ class Engines:
         return EngineProxy(actors.make("engine", index, count, EngineServer, settings, place, limit=limit))
 
     async def _router(self) -> RouterHandle:
-        """A handle on the router: the actor that lives, or a new one."""
+        """A handle on the router: a living actor, or a new one."""
         await self._cluster.join()
         limit = self.config.part_limit
         actor = actors.find("router", 0, RouterServer, limit=limit)

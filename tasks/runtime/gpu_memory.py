@@ -1,7 +1,7 @@
 """Who may use GPU memory, and when: the one module that knows both the trainer and the engines.
 
-On shared GPUs (placement.colocate) the two sides take turns, by the state machine of millrace.core.gpu_owner. Elsewhere each has its
-own, and they may work at the same time: then only who asks the trainer for a version takes turns.
+On shared GPUs (placement.colocate) the two sides take turns, by the state machine of millrace.core.gpu_owner. Otherwise each
+side has its own GPUs, and both may work at the same time: then only tasks that ask the trainer for a version take turns.
 
     async with memory.for_trainer() as trainer:   # engines asleep; the trainer may take everything
         ranks = await trainer.at(version)
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class GpuMemory:
-    """Hands GPU memory to one side at a time, with that side ready for what a task asks."""
+    """Hands GPU memory to one side at a time, and makes that side ready for a task."""
 
     def __init__(
         self, config: RunConfig, cluster: Cluster, run_folder: RunFolder, recovery: Recovery
@@ -53,33 +53,33 @@ class GpuMemory:
         self._engines = Engines(config, cluster, self._make_room)
         self._weights = WeightSync(config)
         self._shared = config.placement.colocate
-        # An earlier driver may have left memory with either side: each side gives back before the other takes.
+        # An earlier driver may have left memory with either side: each side releases before the other takes it.
         self._owner = GpuOwner(Holder.HANDING_OVER)
         self._run_folder = run_folder
-        self._engines_lock = asyncio.Lock()  # on shared GPUs of the trainer too
-        self._trainer_lock = asyncio.Lock()  # elsewhere; taken after that of the engines
+        self._engines_lock = asyncio.Lock()  # on shared GPUs the trainer's lock too
+        self._trainer_lock = asyncio.Lock()  # used on separate GPUs; acquired after the engines' lock
         self._sent: int | None = None  # the version that this driver last sent to all engines
 
     async def open(self, identity: str) -> None:
-        """Make what weights may go through, named by the run's identity."""
+        """Create the folder that weights may go through, named by the run's identity."""
         await self._weights.open(identity)
 
     async def close(self) -> None:
-        """Close connections to engines, and remove what weights went through."""
+        """Close connections to engines, and remove the folder of weights."""
         await self._engines.close()
         await self._weights.close()
 
     @contextlib.asynccontextmanager
     async def for_trainer(self) -> AsyncIterator[Trainer]:
-        """Within, engines sleep on shared GPUs, and the trainer may be built, train and save."""
+        """Within the block, engines on shared GPUs sleep, and the trainer may be built, train and save."""
         async with self._turn() if self._shared else self._trainer_turn():
             await self._take_for_trainer()
             yield self._trainer
 
     async def hand_to_trainer(self) -> bool:
-        """Where engines hold shared GPUs, have them sleep and the ranks take their memory back; whether they did.
+        """If engines hold shared GPUs, put them to sleep and let the ranks take their memory back; returns whether it did.
 
-        For when nothing is generated any more, ahead of the task that trains: it waits for this.
+        Call it when generation is over, before the task that trains, which waits for it.
         """
         async with self._turn():
             if self._owner.holder is not Holder.ENGINES:
@@ -90,19 +90,19 @@ class GpuMemory:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer, for what takes no GPU memory."""
+        """The trainer, for calls that take no GPU memory."""
         return self._trainer
 
     @contextlib.asynccontextmanager
     async def for_weights(self, version: int) -> AsyncIterator[TrainerHandle]:
-        """Within, the ranks hold `version` and their weights may be read; engines stay as they are, unless ranks must be built."""
+        """Within the block, the ranks hold `version` and their weights may be read. Engines stay unless ranks are built."""
         async with self._turn() if self._shared else self._trainer_turn():
             yield await self._trainer.at(version)
 
     async def for_engines(self, versions: VersionRange) -> Dispatcher:
         """A dispatcher over engines that have each confirmed one of these versions, and have all their memory.
 
-        Engines that have none of them get the one that was last sent to all.
+        Engines with another version get the version that was last sent to all.
         """
         async with self._turn():
             version = versions.nearest(await self._newest_sent())
@@ -112,7 +112,8 @@ class GpuMemory:
             if missing:
                 with waiting(log, f"weights of version {version} on {len(missing)} engines"):
                     await self._update(fleet, ranks, version, missing, newest=versions.newest)
-                await self._offloaded_ranks(version)  # frees the bucket
+                # frees the bucket
+                await self._offloaded_ranks(version)
             self._record(Event.ENGINES_WOKE)
             await fleet.wake()
             self._recovery.ready()
@@ -121,7 +122,7 @@ class GpuMemory:
             )
 
     async def _newest_sent(self) -> int:
-        """The version that all engines were last sent; of an earlier driver, that of the last committed iteration."""
+        """The version last sent to all engines; under a new driver, the version of the last committed iteration."""
         if self._sent is None:
             done = await asyncio.to_thread(self._run_folder.first_open_iteration)
             return done * self.config.steps_per_iteration
@@ -130,8 +131,8 @@ class GpuMemory:
     async def update_engines(self, version: int) -> dict[str, float]:
         """Bring every engine to the trainer's weights of `version`; seconds by phase.
 
-        On shared GPUs the trainer is offloaded first: beside its gradients, its optimizer state and the memory that PyTorch keeps
-        of a step there may be no room for the engines' weights.
+        On shared GPUs the trainer is offloaded first: its gradients, its optimizer state and the memory that PyTorch caches
+        may leave no room for the engines' weights.
         """
         async with self._turn():
             fleet = await self._running_fleet(version)
@@ -149,7 +150,7 @@ class GpuMemory:
             return seconds
 
     async def _recover(self, versions: VersionRange) -> None:
-        """Have every engine running and at one of these versions again, after a request was lost."""
+        """Bring every engine back to running at one of these versions, after a request was lost."""
         await self.for_engines(versions)
 
     async def _take_for_trainer(self) -> None:
@@ -162,9 +163,9 @@ class GpuMemory:
         self._record(Event.TRAINER_TOOK)
 
     async def _offloaded_ranks(self, version: int) -> TrainerHandle | None:
-        """On shared GPUs, ranks that hold `version` and have left all but their weights to the engines; else None.
+        """On shared GPUs, ranks that hold `version` and have offloaded everything but their weights; else None.
 
-        Ranks that must be built for it put every engine to sleep.
+        If ranks must be built, every engine is put to sleep.
         """
         if not self._shared:
             return None
@@ -175,15 +176,15 @@ class GpuMemory:
         return ranks
 
     async def _make_room(self) -> None:
-        """On shared GPUs, have ranks that live leave their memory to an engine that starts."""
+        """On shared GPUs, make living ranks release their memory for an engine that starts."""
         if self.config.trainer_offloads:
             await self._trainer.leave_room()
             self._record(Event.TRAINER_OFFLOADED)
 
     async def _running_fleet(self, version: int) -> Fleet:
-        """The fleet, with every engine running. Where all are new, the trainer, whose weights they need, starts with them.
+        """The fleet, with every engine running. If all are new, the trainer, whose weights they need, starts at the same time.
 
-        On shared GPUs it is only prepared: a new engine takes its share of the memory that is free.
+        On shared GPUs it is only prepared: a new engine takes a share of the free memory.
         """
         first_start = not self._engines.is_known and not self._trainer.is_known
         if first_start and not await self._engines.exist():
@@ -203,7 +204,7 @@ class GpuMemory:
         newest: int,
         on_update: OnUpdate = "finish",
     ) -> dict[str, float]:
-        """Bring engines to `version`, or to one up to `newest` where the trainer has gone on meanwhile; seconds by phase."""
+        """Bring engines to `version`, or to a version up to `newest` if the trainer has moved on; seconds by phase."""
         self._record(Event.UPDATE_BEGAN)
         started = time.perf_counter()
         try:
@@ -220,11 +221,11 @@ class GpuMemory:
         return seconds
 
     def _turn(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Within, the engines are this task's, and on shared GPUs the trainer too."""
+        """Within the block, this task owns the engines, and on shared GPUs the trainer too."""
         return locked(self._engines_lock, "the engines, which another task uses", self.config.run_limit)
 
     def _trainer_turn(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Within, the trainer is this task's; on shared GPUs it is already."""
+        """Within the block, this task owns the trainer; on shared GPUs it owns it already."""
         if self._shared:
             return contextlib.nullcontext()
         return locked(self._trainer_lock, "the trainer, which another task uses", self.config.run_limit)
@@ -235,7 +236,7 @@ class GpuMemory:
 
 
 class StoredWeights(GpuMemory):
-    """Engines alone, for a model that nothing trains: each holds the folder at `model.path`, under any version it is asked for."""
+    """Engines alone, for a model that is not trained: each holds the folder at `model.path`, under any requested version."""
 
     async def for_engines(self, versions: VersionRange) -> Dispatcher:
         """A dispatcher over engines that have loaded the folder."""
@@ -257,7 +258,7 @@ async def held(ranks: TrainerHandle) -> int:
 
 
 async def both(first: Awaitable[T], second: Awaitable[Any]) -> tuple[T, Any]:
-    """Wait for both results. Of two errors the one that another start does not fix is raised, and the other logged."""
+    """Wait for both results. If both fail, a lasting error is raised, and the other is logged."""
     results = await asyncio.gather(first, second, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     errors.sort(key=lambda error: not isinstance(error, LASTING))

@@ -1,6 +1,6 @@
-"""What a served teacher reads in place of a sample's prompt: the prompt with the hint of the user's function.
+"""The prompt that a served teacher reads: the sample's prompt with the hint of the user's function.
 
-Owns where the hint stands, and the tokens that come of it. Knows nothing of servers.
+Owns the hint's place in the prompt, and the resulting tokens. Knows nothing of servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HintError(Exception):
 
 
 class Hinted(NamedTuple):
-    """Tokens of the prompt with the hint, and then of the response; the hint is None where there is none to give."""
+    """Tokens of the prompt with the hint, and then of the response; the hint is None if the function gives none."""
 
     tokens: Sequence[int]
     hint: str | None
@@ -41,7 +41,7 @@ class Hints:
         self._prompts = prompts
 
     async def hinted(self, row: AskedAbout) -> Hinted:
-        """What the teacher is asked about in place of a sample that has a response. Errors: HintError."""
+        """The tokens that the teacher scores for a sample with a response. Errors: HintError."""
         tokens = row["tokens"]
         if self.function is None:
             return Hinted(tokens, None)

@@ -1,4 +1,4 @@
-"""What must be configured when parts of a run lie on other nodes than the process that drives it.
+"""Checks the configuration of a run with parts on other nodes than its driver.
 
 An address identifies a node. Knows nothing of how parts are made or placed.
 """

@@ -1,4 +1,4 @@
-"""Actors of runs that nobody goes on with are ended: their driver was killed, and the run folder is gone, another's, or complete."""
+"""Ends actors of abandoned runs: their driver was killed, and the run folder is missing, another run's, or complete."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 
 log = logging.getLogger(__name__)
-NAMESPACE = "orphans"  # in which no actor is made
+NAMESPACE = "orphans"  # no actor is made in it
 
 
 def driven_run(
     config: RunConfig, identity: str, run_id: str | None = None, flow_run_id: str | None = None
 ) -> DrivenRun:
-    """What is noted of a run or command before this process makes its actors.
+    """The note about a run or command that is written before this process makes its actors.
 
-    run_id: of the run's run.json; None for a command whose actors no other process takes over. flow_run_id: of the training run.
+    run_id: from run.json; None for a command, whose actors no other process takes over. flow_run_id: of the training run.
     """
     return DrivenRun(
         identity=identity,
@@ -35,7 +35,7 @@ def driven_run(
 
 
 def orphans(of: str | None = None) -> list[DrivenRun]:
-    """Orphaned runs of this host. of: those of this name only.
+    """Orphaned runs of this host. of: the name of a run, to search for it only.
 
     Runs on a configured cluster are left out: it may be shared, or out of reach.
     """
@@ -47,7 +47,7 @@ def orphans(of: str | None = None) -> list[DrivenRun]:
 
 
 async def end_orphans(found: list[DrivenRun]) -> list[str]:
-    """End the actors of orphaned runs and give back their places. This process has joined the local Ray head.
+    """End the actors of orphaned runs and release their resources. This process must have joined the local Ray head.
 
     Returns what ended, a sentence a run that had actors.
     """
@@ -62,7 +62,7 @@ async def end_orphans(found: list[DrivenRun]) -> list[str]:
 
 
 def join_and_end_orphans(of: str | None = None) -> list[str]:
-    """The same from a process that has joined no cluster, and is in none afterwards. Without orphans Ray is not touched."""
+    """End orphans from a process that has joined no cluster, and leave the cluster again. Without orphans Ray is not touched."""
     found = orphans(of)
     if not found:
         return []
@@ -78,7 +78,7 @@ def join_and_end_orphans(of: str | None = None) -> list[str]:
 
 
 def _forget(run: DrivenRun) -> None:
-    """Forget a run whose actors have ended; its flow run is no longer at work either."""
+    """Forget a run whose actors have ended, and settle its flow run."""
     if run.flow_run_id and server_runs():
         ensure_server()
         from millrace.connectors.prefect.flow_run_state import settle_killed

@@ -1,6 +1,6 @@
 """The prompts of a run: tokenizer, training data, held-out sets, the ledger over them and the seeds of their samples.
 
-Owns reading each of them once. What is drawn when is the ledger's decision (millrace.core.ledger).
+Owns that each is read once. The ledger decides what is drawn (millrace.core.ledger).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRAWN = ["source", "level", "row", "epoch", "ordinal"]  # columns of prompts.par
 
 
 class Prompts:
-    """What a run samples prompts from."""
+    """The sources of a run's prompts."""
 
     def __init__(self, config: RunConfig, run_folder: RunFolder) -> None:
         self.config = config
@@ -36,9 +36,9 @@ class Prompts:
         self._ledger: Ledger | None = None
         self._data_since = 0
         self._whole: frozenset[str] = frozenset()
-        self.seed_name = ""  # what seeds of samples derive from, as run.json says
-        self.tokenizer_kind: str | None = None  # of the driver's, in its shards
-        self.ahead = Ahead()  # how many iterations might be open ahead, as run.json says
+        self.seed_name = ""  # seeds of samples are derived from it; from run.json
+        self.tokenizer_kind: str | None = None  # kind of the driver's tokenizer, in its shards
+        self.ahead = Ahead()  # how many iterations may be open ahead; from run.json
 
     @cached_property
     def tokenizer(self) -> PromptTokenizer:
@@ -47,7 +47,7 @@ class Prompts:
 
     @cached_property
     def tools(self) -> list[dict[str, Any]]:
-        """What the model is shown of the tools that it may call."""
+        """The schemas of the tools that the model may call."""
         session = self.config.rollout.session
         return tool_schemas(session.tools) if session else []
 
@@ -66,17 +66,17 @@ class Prompts:
         return self._held_out[held_out.name]
 
     def read_whole(self, sources: Iterable[str]) -> None:
-        """These sources were read whole when the run began, and its history counts their usable rows alone."""
+        """Set the sources that were read whole when the run started: its history counts only their usable rows."""
         assert "dataset" not in vars(self), "the sources are read already"
         self._whole = frozenset(sources)
 
     def use_data_since(self, iteration: int) -> None:
-        """From the iteration with this index on, the sources hold what they hold now: epochs begin again there."""
+        """Set the iteration from which on the sources have their current content: epochs start again there."""
         assert self._ledger is None, "the ledger has drawn already"
         self._data_since = iteration
 
     def use_seed_name(self, name: str) -> None:
-        """Derive the seeds of samples as run.json says: see `lifted` of core/config/reading/stored.py."""
+        """Set the name that sample seeds are derived from, from run.json: see `lifted` of core/config/reading/stored.py."""
         self.seed_name = name
 
     def sample_seed(self, group: DrawnGroup, index: int) -> int:
@@ -91,7 +91,7 @@ class Prompts:
         )
 
     def use_ahead(self, ahead: Ahead) -> None:
-        """Draw as run.json says how many iterations might be open ahead; the same as before for those that are drawn."""
+        """Set how many iterations may be open ahead, from run.json. It must not change for drawn iterations."""
         self.ahead = ahead
         if self._ledger is not None:
             self._ledger.use_ahead(ahead)

@@ -20,9 +20,8 @@ from millrace.core.logprob_gap import LogprobGuard
 from millrace.core.model_folder.served_files import ALONE, Served
 
 log = logging.getLogger(__name__)
-FAILED_ALONE_S = (
-    60.0  # after one rank has failed in a step, the others fail too or wait for it in a collective
-)
+# after one rank has failed in a step, the others fail too or wait for it in a collective
+FAILED_ALONE_S = 60.0
 
 
 class EngineProxy:
@@ -32,7 +31,7 @@ class EngineProxy:
         self._actor = actor
 
     async def state(self) -> ServerState:
-        """Whether the server lives, and where it answers."""
+        """Whether the server lives, and its URL."""
         return server_state(await self._actor.state())
 
     async def start(self, model: str) -> ServerState:
@@ -63,11 +62,11 @@ class RouterProxy:
         self._actor = actor
 
     async def state(self) -> ServerState:
-        """Whether the server lives, and where it answers."""
+        """Whether the server lives, and its URL."""
         return server_state(await self._actor.state())
 
     async def start(self) -> ServerState:
-        """Start the router, which knows no engine yet, unless it lives."""
+        """Start the router without engines, unless it lives."""
         return await self._actor.call(RouterServer.start)
 
     async def kill(self) -> None:
@@ -109,11 +108,11 @@ class SavesProxy:
         self._ranks = ranks
 
     async def begin(self, url: str) -> None:
-        """Copy a checkpoint to host memory and have it written under a URL."""
+        """Copy a checkpoint to host memory and start writing it under a URL."""
         await self._ranks.call(TrainerRank.begin_save, url)
 
     async def state(self) -> SaveState | None:
-        """The one that was begun last, by how far the slowest rank is."""
+        """State of the newest checkpoint, by the slowest rank."""
         states: list[SaveState | None] = [state["saving"] for state in await self._ranks.states()]
         known = [state for state in states if state is not None]
         if len(known) < len(states) or len({state["url"] for state in known}) > 1:
@@ -121,11 +120,11 @@ class SavesProxy:
         return min(known, key=lambda state: ("failed", "writing", "written").index(state["state"]))
 
     async def commit(self) -> float:
-        """Write complete.json when all is written; seconds that the slowest rank took."""
+        """Write complete.json when all parts are written; returns the seconds of the slowest rank."""
         return max(await self._ranks.call(TrainerRank.commit_save))
 
     async def drop(self) -> None:
-        """Forget what was begun."""
+        """Drop the uncommitted checkpoint."""
         await self._ranks.call(TrainerRank.drop_save)
 
 
@@ -168,7 +167,7 @@ class TrainerProxy:
         chunks: Sequence[int] | None = None,
         stores: bool = False,
     ) -> StepMetrics:
-        """Make weight version `version` of the one before, or again as it is `recorded`; rank 0's figures.
+        """Train weight version `version` from the previous one, or repeat the `recorded` step; returns rank 0's metrics.
 
         A step that all ranks refuse can be tried again.
         """
@@ -186,7 +185,7 @@ class TrainerProxy:
         return cast(StepMetrics, figures[0])
 
     async def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
-        """Make the passes of a chunk of the step to `version`; returns how many chunks all ranks hold then."""
+        """Make the passes of a chunk of the step to `version`; returns the number of chunks that all ranks then hold."""
         held = await self._ranks.call_together(
             FAILED_ALONE_S, TrainerRank.pass_chunk, version, number, url, sha256
         )
@@ -207,8 +206,7 @@ class TrainerProxy:
         await self._ranks.call(TrainerRank.export, directory, version)
 
     async def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
-        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. served: how the run asked
-        its engines."""
+        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. served: see Served."""
         written = await self._ranks.call(TrainerRank.upload, url, version, served)
         return [file for rank in written for file in rank["files"]]
 
@@ -217,15 +215,15 @@ class TrainerProxy:
         return await self._ranks.call(TrainerRank.bucket, version, number, size, share)
 
     async def end_buckets(self) -> None:
-        """Let go of the last bucket."""
+        """Free the last bucket."""
         await self._ranks.call(TrainerRank.end_buckets)
 
     async def offload(self) -> int:
-        """Leave GPU memory to engines: all but the weights goes to the host. Returns the bytes that rank 0 freed."""
+        """Free GPU memory for engines: all but the weights goes to the host. Returns the bytes that rank 0 freed."""
         return (await self._ranks.call(TrainerRank.offload))[0]
 
     async def reload(self) -> None:
-        """Take GPU memory back that was left to engines, before a call that needs it does."""
+        """Take GPU memory back from engines, ahead of a call that needs it."""
         await self._ranks.call(TrainerRank.reload)
 
 

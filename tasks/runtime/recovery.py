@@ -1,4 +1,4 @@
-"""Seconds from this process's start until the run works, by phase: what a restart costs."""
+"""Seconds from this process's start until the run works, by phase: the cost of a restart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Recovery:
         self.seconds: dict[str, float] = {}
 
     def add(self, **seconds: float) -> None:
-        """Add to phases, unless the run works already."""
+        """Add seconds to phases, unless the run works already."""
         if "ready" not in self.seconds:
             for phase, value in seconds.items():
                 self.seconds[phase] = self.seconds.get(phase, 0.0) + value
 
     def ready(self) -> None:
-        """Engines or trainer hold what a task asked for: from the first time on, recovery is over."""
+        """Note that engines or trainer are ready for a task: after the first time, recovery is over."""
         self.seconds.setdefault("ready", time.time() - psutil.Process().create_time())

@@ -28,13 +28,12 @@ class Runtime:
     """Everything of one run that holds memory or connections."""
 
     def __init__(self, config: RunConfig, memory: type[GpuMemory] = GpuMemory) -> None:
-        """memory: who brings engines to a version; by default from the trainer."""
+        """memory: brings engines to a version; by default from the trainer."""
         self.config = config
         self.run_folder = RunFolder(config.storage.root, config.run.name)
         self.recovery = Recovery()
-        self.rounding_floor: float | None = (
-            None  # what rounding does to the model, nats a token; None: not known yet
-        )
+        # rounding floor of the model, nats a token; None: not known yet
+        self.rounding_floor: float | None = None
         self.prompts = Prompts(config, self.run_folder)
         self.scoring = Scoring(config)
         server = config.algorithm.teacher_server
@@ -50,18 +49,18 @@ class Runtime:
 
     @property
     def record_storage(self) -> RecordStorage:
-        """Where Prefect keeps task records; `open` comes first."""
+        """The storage of Prefect's task records. Call `open` first."""
         assert self._record_storage is not None, "open comes first"
         return self._record_storage
 
     @property
     def run_id(self) -> str:
-        """The run's id, as run.json has it; `drive_under` comes first."""
+        """The run's id from run.json. Call `drive_under` first."""
         assert self._run_id is not None, "drive_under comes first"
         return self._run_id
 
     def drive_under(self, lease: Lease, run_id: str) -> None:
-        """From now on files change and actors end only while this process holds the lease. Actors are those of this run alone."""
+        """From now on files change and actors end only while this process holds the lease. Actors belong to this run alone."""
         self._run_id = run_id
         self.run_folder.store.fence = lease
         self.run_folder.owner.drive_as(run_id)
@@ -71,7 +70,7 @@ class Runtime:
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if this very configuration made them.
 
-        Those of runs that nobody goes on with are ended.
+        Actors of abandoned runs are ended.
         """
         await self.memory.open(self._cluster.identity)
         self._record_storage = await save_record_storage(self.config.storage.root)
@@ -80,11 +79,11 @@ class Runtime:
         await self._cluster.end_orphans()
 
     def kill_actors(self) -> None:
-        """Kill the run's actors at once, in whatever call they are."""
+        """Kill the run's actors at once, in any call."""
         self._cluster.kill_actors()
 
     async def close(self, end_actors: bool) -> None:
-        """Leave; with `end_actors` the run's actors end first, else they stay for the next driver."""
+        """Leave the cluster. With `end_actors` the run's actors end first, else they stay for the next driver."""
         if end_actors:
             await self._cluster.end_actors()
         self.scoring.close()

@@ -33,31 +33,32 @@ class Scoring:
         self._batches: ScoringBatches | None = None
 
     def of_source(self, name: str) -> Selected | None:
-        """The reward that a source has of its own."""
+        """The reward that a source sets."""
         return self._of_sources.get(name)
 
     def of_set(self, name: str) -> Selected | None:
-        """The reward that a held-out set has of its own."""
+        """The reward that a held-out set sets."""
         return self._of_sets.get(name)
 
     def selected(self, sample: Scorable, own: Selected | None) -> Selected:
-        """The reward of a sample. own: that of its source or set. Errors: UnknownRewardError."""
+        """The reward of a sample. own: the reward of its source or set. Errors: UnknownRewardError."""
         metadata = json.loads(sample["metadata"]) if self._reward.named and sample["metadata"] else {}
         return select(self._reward, own, metadata)
 
     async def score(self, selected: Selected, sample: Scorable) -> Outcome:
-        """Score one sample in a worker process; once more if a signal kills that, which may be no doing of the reward."""
+        """Score one sample in a worker process; once more if a signal kills the process, since the reward may not be the cause."""
         return await self._scored(selected, sample)
 
     async def score_group(self, selected: Selected, samples: Sequence[Scorable]) -> Outcome:
-        """The same for the samples of a prompt, in one call."""
+        """Score the samples of a prompt in one call."""
         return await self._scored(selected, list(samples))
 
     async def _scored(self, selected: Selected, item: Item) -> Outcome:
         if self._reward.concurrency == 1:
             return self._explained(await self._alone(selected, item), selected)
         pool, reward = await self._started(), self._reward
-        if self._batches is None:  # no wait after this: calls that come together share the batches
+        # no await after this: calls that come together share the batches
+        if self._batches is None:
             self._batches = ScoringBatches(
                 pool, reward.workers, reward.concurrency, reward.timeout_s, self._alone
             )
@@ -76,7 +77,7 @@ class Scoring:
         return self._pool
 
     async def hint(self, function: UserFunction, field: str, sample: Scorable) -> Outcome:
-        """What the function tells a teacher of a sample, in a worker process under the limits of rewards."""
+        """The function's hint to a teacher about a sample, made in a worker process under the limits of rewards."""
         selected = Selected(field, RewardFunction(**function.model_dump()))
         return self._explained(await self._called(hint_of, selected, sample), selected)
 
@@ -87,7 +88,7 @@ class Scoring:
         )
 
     def _explained(self, outcome: Outcome, selected: Selected) -> Outcome:
-        """With a reason that names the field of a deadline, and holds no secret: it is stored."""
+        """The outcome with a reason that names the field of a deadline and holds no secret, since it is stored."""
         reason = outcome.reason
         if outcome.kind == "timed_out":
             reason = f"{reason} (reward.timeout_s)"
@@ -96,7 +97,7 @@ class Scoring:
 
     @property
     def credit_worker(self) -> WorkerPool:
-        """The one process that shapes rewards and computes advantages; it holds torch, which this process does not load."""
+        """The one process that shapes rewards and computes advantages; it loads torch, and this process does not."""
         if self._credit is None:
             self._credit = WorkerPool(1)
         return self._credit

@@ -23,14 +23,14 @@ from millrace.tasks.sessions.session_rollout import Opening
 
 
 class Sessions:
-    """What tasks make runners of."""
+    """Creates the runners of tasks."""
 
     def __init__(self, config: RunConfig, prompts: Prompts) -> None:
         self._config, self._prompts = config, prompts
         self._pool: SessionPool | None = None
 
     def runner(self, sampling: Sampling, generator: SampleGenerator, share: Share = WHOLE) -> SessionRunner:
-        """A runner of one task's rollouts. `rollout.session` is set. share: of those at once, this process's."""
+        """A runner of one task's rollouts. `rollout.session` is set. share: this process's share of concurrent rollouts."""
         settings = self._config.rollout.session
         assert settings is not None, "rollouts are of several turns"
         if self._pool is None:
@@ -48,7 +48,7 @@ class Sessions:
         prompt_ids: Sequence[int],
         seed: int,
     ) -> Opening:
-        """What a rollout on a prompt of a source begins with. prompt: JSON text."""
+        """The start of a rollout on a prompt of a source. prompt: JSON text."""
         return Opening(
             rollout_id=rollout_id,
             group_id=group_id,
@@ -61,7 +61,7 @@ class Sessions:
         )
 
     def close(self) -> None:
-        """End the processes. A runner that is made later starts others."""
+        """End the processes. A later runner starts new ones."""
         if self._pool:
             self._pool.close()
             self._pool = None
@@ -72,7 +72,7 @@ class Sessions:
 
 
 def opening_messages(prompt: str, system: str | None) -> list[Message]:
-    """The messages of a stored prompt, which is JSON text: what a dialogue begins with."""
+    """The messages of a stored prompt, which is JSON text: the start of a dialogue."""
     found: str | Sequence[Message] = json.loads(prompt)
     messages: list[Message] = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
     if system and messages[0]["role"] != "system":

@@ -1,4 +1,4 @@
-"""Where a run's curves and pictures go: its trackers, and the page of its flow run, once they are open."""
+"""Sends a run's curves and pictures to its trackers, and to the page of its flow run, once they are open."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 PICTURE_EVERY_S = 10.0
 FINISH_S, POLL_S = 120.0, 2.0
 MOST = 1000  # calls that wait for a tracker
-FROM_THE_START = ("reward/mean", "train/loss", "train/grad_norm", "eval/")  # where 0 says something
+# metrics that are logged while they are 0, too
+FROM_THE_START = ("reward/mean", "train/loss", "train/grad_norm", "eval/")
 
 
 class Tracking:
@@ -45,9 +46,9 @@ class Tracking:
     async def start(
         self, folder_url: str, identity: str, mlflow_run_id: str | None, first_step: int
     ) -> str | None:
-        """Start the run in its trackers, or go on with it; returns the id of the MLflow run.
+        """Start or resume the run in its trackers; returns the id of the MLflow run.
 
-        identity: of the run in its folder. first_step: the first that is logged now.
+        identity: of the run in its folder. first_step: the first step that is logged now.
         """
         run, settings = self.config.run, self.config.tracking
         starts: dict[TrackerName, Callable[[], Tracker]] = {
@@ -74,10 +75,10 @@ class Tracking:
     def log_metrics(
         self, metrics: Mapping[str, float], step: int, picture: bytes | None = None
     ) -> Awaitable[None]:
-        """Add an iteration's figures to the curves, and then, where it is awaited, to every tracker. picture: of the curves.
+        """Add an iteration's metrics to the curves at once, and to every tracker when awaited. picture: of the curves.
 
-        Trackers get a figure that may always be 0, such as a count of failures, once it is not: else a third of their charts are
-        lines at 0.
+        A metric that may always be 0, such as a count of failures, is sent after it first differs from 0: else a third of the
+        charts would be lines at 0.
         """
         self.curves.add(metrics, step)
         metrics = {
@@ -95,11 +96,11 @@ class Tracking:
         self._each(lambda tracker: tracker.log_params(settings))
 
     def picture_is_old(self) -> bool:
-        """Whether the newest picture, if there is one, was kept some seconds ago: to draw one takes a quarter of a second."""
+        """Whether the newest picture, if there is one, was kept some seconds ago: drawing takes a quarter of a second."""
         return time.monotonic() - self._pictured_at > PICTURE_EVERY_S
 
     def finish(self) -> None:
-        """Mark the run complete in every tracker. One that takes nothing is waited for, a while: the run is complete without it."""
+        """Mark the run complete in every tracker. Waits a while for a tracker that fails: the run is complete without it."""
         self._each(lambda tracker: tracker.finish())
         until = time.monotonic() + FINISH_S
         for name, backlog in self._backlogs.items():
@@ -113,21 +114,21 @@ class Tracking:
                 )
 
     def close(self) -> None:
-        """Let go of the trackers."""
+        """Close the trackers."""
         for tracker in self.trackers.values():
             tracker.close()
 
     def links(self) -> dict[TrackerName, str]:
-        """Where the curves are to be seen."""
+        """The pages of the curves."""
         return {name: tracker.url() for name, tracker in self.trackers.items()}
 
     def show_on(self, page: RunPage) -> None:
-        """Lines and pictures of the run go to this page from now on."""
+        """Send the run's lines and pictures to this page from now on."""
         self._page = page
 
     @property
     def page(self) -> RunPage:
-        """The page of the run's flow run; `show_on` comes first."""
+        """The page of the run's flow run. Call `show_on` first."""
         assert self._page is not None, "show_on comes first"
         return self._page
 
@@ -139,16 +140,16 @@ class Tracking:
 
 
 class Backlog:
-    """What one tracker is to keep, in order. What it does not take waits and is given again: a tracker never ends a run."""
+    """Calls for one tracker, in order. Calls that fail wait and are repeated: a tracker never ends a run."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
-        self.left: deque[Callable[[Tracker], None]] = deque(maxlen=MOST)  # the oldest goes first
+        self.left: deque[Callable[[Tracker], None]] = deque(maxlen=MOST)  # the oldest call is dropped first
         self._name, self._tracker = name, tracker
         self._told = False
         self._one = threading.Lock()
 
     def give(self, call: Callable[[Tracker], None] | None = None) -> None:
-        """Give the tracker what waits, and then this."""
+        """Make the waiting calls, and then this one."""
         with self._one:
             if call:
                 self.left.append(call)

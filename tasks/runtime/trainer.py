@@ -1,7 +1,7 @@
 """The trainer ranks of a run: found or made, and brought to the weight version that a task asks for.
 
-Owns the one way up: newest complete checkpoint, then replay of the committed batches after it. Knows nothing of engines: before
-ranks take GPU memory to be built or to replay, `before_build` is awaited.
+Owns the only way to a version: newest complete checkpoint, then replay of the committed batches after it. Knows nothing of
+engines: before ranks take GPU memory to be built or to replay, `before_build` is awaited.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trainer:
         self._before_build = before_build
         self._recovery = recovery
         self._built: TrainerProxy | None = None
-        self._prepared: TrainerProxy | None = None  # new ranks, which hold nothing yet
+        self._prepared: TrainerProxy | None = None  # new ranks without a model
         self._preparing = False
         self._lock = asyncio.Lock()  # held while ranks are found, built, or brought to a version
 
@@ -63,7 +63,7 @@ class Trainer:
         return self._built is not None
 
     async def at(self, version: int, ahead: int = 0) -> TrainerHandle:
-        """The ranks, holding weight version `version`, or one of up to `ahead` steps later; built if they must be."""
+        """The ranks, holding weight version `version`, or one of up to `ahead` steps later; built if necessary."""
         async with self._alone():
             await self._cluster.join()
             ranks = self._built or (None if self._prepared else self._existing())
@@ -80,9 +80,9 @@ class Trainer:
             return self._built
 
     async def _gone_on(self, ranks: TrainerProxy, versions: set[int | None], version: int) -> bool:
-        """Have ranks that are behind make the committed steps up to `version`; returns whether they could.
+        """Let ranks that are behind repeat the committed steps up to `version`; returns whether they could.
 
-        With iterations ahead, engines that were lost may have asked the ranks for weights of before a step.
+        With iterations ahead, lost engines may have brought the ranks to weights from before a step.
         """
         only = next(iter(versions))
         if len(versions) > 1 or only is None or only > version:
@@ -95,7 +95,7 @@ class Trainer:
         return recorded
 
     async def saving(self) -> SaveState | None:
-        """The checkpoint that is written while training goes on; None without one, and where ranks are lost with it."""
+        """The checkpoint that is written while training continues; None without one, or if it was lost with its ranks."""
         async with self._alone():
             await self._cluster.join()
             ranks = self._built or (None if self._prepared else self._existing())
@@ -106,14 +106,14 @@ class Trainer:
                 return None
 
     def saves(self) -> BackgroundSaves:
-        """What commits or drops the checkpoint that `saving` has found. Raises ActorLostError if its ranks are gone."""
+        """The handle to commit or drop the checkpoint that `saving` found. Raises ActorLostError if its ranks are gone."""
         ranks = self._built or self._existing()
         if ranks is None:
             raise ActorLostError("the ranks are gone that were writing a checkpoint")
         return ranks.saves
 
     async def prepare(self) -> None:
-        """Unless ranks exist, make new ones and have them do the part of their start that takes no GPU memory."""
+        """Unless ranks exist, make new ones and do the part of their start that takes no GPU memory."""
         self._preparing = True
         try:
             async with self._alone():
@@ -131,9 +131,10 @@ class Trainer:
             self._preparing = False
 
     async def leave_room(self) -> None:
-        """Have whatever ranks exist leave their GPU memory to an engine that starts; end those that cannot."""
+        """Make existing ranks release their GPU memory for an engine that starts; end ranks that cannot."""
         if self._preparing or self._prepared:
-            return  # ranks that are only prepared hold none
+            # ranks that are only prepared hold no memory
+            return
         ranks = self._built or self._existing()
         try:
             if ranks and None not in await ranks.versions():
@@ -141,10 +142,11 @@ class Trainer:
                 return
         except ActorLostError as error:
             log.warning("%s", error)
-        await self.end()  # a driver that died left them half built, or some are lost
+        # a dead driver left them half built, or some are lost
+        await self.end()
 
     async def reload(self) -> None:
-        """Have ranks that this driver knows take their GPU memory back. Lost ones are left to whoever asks for a version."""
+        """Let known ranks take their GPU memory back. Lost ranks are rebuilt when a task asks for a version."""
         try:
             if self._built:
                 await self._built.reload()
@@ -152,7 +154,7 @@ class Trainer:
             log.warning("%s", error)
 
     def _alone(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Within, no other task finds, builds or ends ranks."""
+        """Within the block, no other task finds, builds or ends ranks."""
         return locked(self._lock, "the trainer, which another task brings up", self.config.run_limit)
 
     async def end(self) -> None:
@@ -201,10 +203,10 @@ class Trainer:
 
 
 class OnStep(Protocol):
-    """What is done with a replayed step."""
+    """Callback for a replayed step."""
 
     def __call__(self, index: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
-        """index: of the iteration. exact: whether the two must be equal bit for bit."""
+        """index: of the iteration. exact: whether both must be equal bit for bit."""
 
 
 OnBroken = Callable[[int], object]
@@ -212,11 +214,9 @@ OnBroken = Callable[[int], object]
 
 @dataclass(frozen=True)
 class BringUp:
-    """How ranks came to a version."""
+    """How ranks were brought to a version."""
 
-    checkpoint: (
-        int | None
-    )  # iterations that the loaded checkpoint has seen; None: the model as it was before step 1
+    checkpoint: int | None  # iterations in the loaded checkpoint; None: the model before step 1
     loaded_version: int
     find_s: float
     load_s: float
@@ -224,7 +224,7 @@ class BringUp:
 
 
 def make_ranks(config: RunConfig, settings: Any, places: list[Place]) -> TrainerProxy:
-    """New ranks in their places, which hold nothing yet."""
+    """New ranks in their places, without a model."""
     world, limit = config.trainer.world_size, config.part_limit
     ranks = [
         actors.make("trainer", i, world, TrainerRank, settings, place, limit=limit)
@@ -245,11 +245,11 @@ async def bring_up(
 ) -> BringUp:
     """Bring ranks that hold version 0 to `version`: newest complete checkpoint, then replay of the batches after it.
 
-    A replayed step is made under the settings that it was made under, where its iteration's train_step is committed.
+    A replayed step uses its recorded settings, if its iteration's train_step is committed.
     steps: optimizer steps an iteration. at_most: the newest version that a checkpoint may hold, `version` when not given.
     on_step: compares a replayed step with the recorded one; raises ReplayedStepError by default if they differ.
-    on_broken: gets the number of a checkpoint that is not whole, in whose place the one before it is taken.
-    Raises MissingFileError or CorruptFileError for a batch or step.json that is not as it was committed.
+    on_broken: gets the number of a checkpoint that is not whole; the previous checkpoint is loaded instead.
+    Raises MissingFileError or CorruptFileError for a missing or changed batch or step.json.
     """
     marks = [time.perf_counter()]
     complete = await asyncio.to_thread(run_folder.complete_checkpoints)
@@ -274,7 +274,7 @@ async def replay(
     *,
     on_step: OnStep = check_replayed,
 ) -> None:
-    """Have ranks that hold `loaded` make the steps up to `version` again, from the committed batches. Errors as of `bring_up`."""
+    """Let ranks that hold `loaded` repeat the steps up to `version`, from the committed batches. Errors as of `bring_up`."""
     exact = True
     for replayed in range(loaded + 1, version + 1):
         index = (replayed - 1) // steps
@@ -286,9 +286,7 @@ async def replay(
                 replayed, files.folder.url_of(batch.path), None, recorded, batch.sha256
             )
         if recorded is not None:
-            exact = exact and is_exact(
-                recorded, figures
-            )  # from the first inexact step on the weights differ too
+            exact = exact and is_exact(recorded, figures)  # weights differ too after the first inexact step
             on_step(index, recorded, figures, exact=exact)
 
 
@@ -301,7 +299,7 @@ def _are_recorded(run_folder: RunFolder, held: int, version: int, steps: int) ->
 async def _load_newest(
     ranks: TrainerHandle, run_folder: RunFolder, usable: list[int], steps: int, on_broken: OnBroken
 ) -> tuple[int | None, int]:
-    """Load the newest of these checkpoints that is whole; returns it and its version, None and 0 if there is none."""
+    """Load the newest whole one of these checkpoints; returns it and its version, None and 0 without any."""
     for done in reversed(usable):
         url = run_folder.store.url_of(run_folder.checkpoint_path(done))
         try:
@@ -319,7 +317,7 @@ async def _load_newest(
 
 
 def recorded_step(files: IterationFiles, version: int) -> StepMetrics | None:
-    """The figures of the step that made `version`, None if its iteration's train_step is not committed."""
+    """The metrics of the step that made `version`; None if its iteration's train_step is not committed."""
     if "step.json" not in files.entries:
         return None
     steps: list[StepMetrics] = files.read_json("step.json")["steps"]

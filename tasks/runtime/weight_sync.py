@@ -1,7 +1,7 @@
 """Moves weights of one version from the trainer's ranks into engines, in the configured way.
 
-Owns the way: by IPC on shared GPUs, by broadcast from rank 0, or through a folder. Knows nothing of who holds GPU memory: it is
-given ranks that hold the version, and engines that run.
+Owns the transport: by IPC on shared GPUs, by broadcast from rank 0, or through a folder. Knows nothing of who holds GPU memory:
+it gets ranks that hold the version, and running engines.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from millrace.tasks.runtime.weights_folder import WeightsFolder
 
 
 class WeightSync:
-    """The way between trainer and engines of one run."""
+    """The transport between trainer and engines of one run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._folder: WeightsFolder | None = None
 
     async def open(self, identity: str) -> None:
-        """Make the folder that weights may go through, named by the run's identity."""
+        """Create the folder that weights may go through, named by the run's identity."""
         self._folder = await asyncio.to_thread(WeightsFolder, self.config, identity)
 
     async def close(self) -> None:
@@ -37,7 +37,7 @@ class WeightSync:
             await asyncio.to_thread(self._folder.close)
 
     def has(self, version: int) -> bool:
-        """Whether engines can be brought to a version without the trainer: it is in the folder that they load."""
+        """Whether engines can be brought to a version without the trainer, because the folder that they load holds it."""
         return (
             self.config.sync_kind == "disk" and self._folder is not None and self._folder.version == version
         )
@@ -52,7 +52,7 @@ class WeightSync:
     ) -> dict[str, float]:
         """Bring these engines to `version`, and have each confirm it; seconds by phase. ranks: hold it; None if `has` it.
 
-        on_update: what becomes of requests in flight.
+        on_update: what happens to requests in flight.
 
         Raises TrainerStalledError if rank 0 does not return from a broadcast: the ranks must then be ended.
         """
@@ -86,7 +86,8 @@ class WeightSync:
             copies = await ranks.bucket(version, number, size, share)
             yield copies
             number, last = number + 1, copies[0].last
-        await ranks.end_buckets()  # a pass that is given up leaves its bucket to the next
+        # an aborted pass would leave its bucket to the next one
+        await ranks.end_buckets()
 
     async def _export(self, ranks: TrainerHandle | None, version: int) -> tuple[str, float]:
         """A Hugging Face folder with the weights of `version`, and the seconds that writing it took."""

@@ -1,7 +1,7 @@
 """The folder through which weights go from trainer to engines, shared or in storage (sync.directory).
 
-Owns where it is, which version it holds, and that nothing else stays in it: no older version, nothing that a dead driver
-left. Knows nothing of engines.
+Owns its place, the version in it, and that nothing else stays in it: no older version, and no files of a dead driver. Knows
+nothing of engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WeightsFolder:
     """One driver's folder, with one version of the weights."""
 
     def __init__(self, config: RunConfig, identity: str) -> None:
-        """Raises StorageError if it cannot be made, or what drivers of the run that died left cannot be removed."""
+        """Raises StorageError if it cannot be made, or if files of the run's dead drivers cannot be removed."""
         self.version: int | None = None
         self._by_url = config.sync.by_url
         if self._by_url:
@@ -39,7 +39,7 @@ class WeightsFolder:
         return self._store.url_of(_name(self.version))
 
     async def write(self, ranks: TrainerHandle, version: int) -> None:
-        """Have the ranks write a version, then remove the others."""
+        """Let the ranks write a version, then remove the others."""
         write = ranks.upload if self._by_url else ranks.export
         await write(self._store.url_of(_name(version)), version)
         self.version = version
@@ -67,7 +67,7 @@ def _name(version: int | None) -> str:
 
 
 def _in_storage(config: RunConfig, identity: str) -> Store:
-    """A folder of this driver's alone in the run's, where no other driver is at work: the run's lease sees to that."""
+    """This driver's folder within the run's folder. The run's lease keeps other drivers out."""
     mine = Store(config.sync.directory or "").child(f"millrace-{identity}")
     mine.remove("", recursive=True)
     return mine.child(uuid.uuid4().hex)

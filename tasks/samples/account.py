@@ -14,12 +14,12 @@ from millrace.core.errors import StorageError, of_run
 
 
 def carried_to(files: IterationFiles) -> pa.Table | None:
-    """What the iteration before deferred to this one, as far as it was made; None if that is nothing."""
+    """Generated samples that the previous iteration deferred to this one; None without any."""
     return files.before.read_deferred(COLUMNS["rollouts"]) if files.index else None
 
 
 def stored_account(files: IterationFiles) -> Account:
-    """Of an iteration whose batch is fixed: from the files that its manifest or its records name, each checked."""
+    """The account of an iteration whose batch is fixed, from the files that its manifest or records name, each checked."""
     return account_of(
         files.read_parts("rollouts", COLUMNS["rollouts"]),
         files.read_parts("turns", COLUMNS["turns"]),
@@ -31,7 +31,7 @@ def stored_account(files: IterationFiles) -> Account:
 
 
 def open_account(files: IterationFiles) -> Account:
-    """Of an iteration that is under way: from the parts that are there."""
+    """The account of an unfinished iteration, from its parts so far."""
     rollouts, turns = (
         read_parts(files.folder, kind, kind, columns=COLUMNS[kind]) for kind in ("rollouts", "turns")
     )

@@ -1,4 +1,4 @@
-"""Samples of one answer each: asked for, or gone on with where they were deferred or a kill ended them, and as rows.
+"""Samples of one answer each: requests new ones, continues deferred or killed ones, and makes their rows.
 
 Owns the row of a sample. Knows nothing of engines or files.
 """
@@ -45,18 +45,18 @@ class Answers:
         self._keys = {source.name: source.sampling_key for source in ctx.config.data.sources}
         self._writer, self._segments = writer, segments
         self._stored = stored_events(stored)
-        self.begun: list[GeneratedSample] = []  # that the cut ended
-        # of those: the group, and what was made in this attempt
+        self.begun: list[GeneratedSample] = []  # ended by the cut
+        # of the same samples: the group, and the tokens of this attempt
         self._ended: list[tuple[str, AnswerSegments, Generation]] = []
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Samples and segments are written meanwhile, and all of them at the end."""
+        """Write samples and segments in the background, and all of them on leaving."""
         async with self._writer.open(), self._segments.open():
             yield
 
     async def __call__(self, group: DrawnGroup, index: int) -> None:
-        """Make a sample of a group, or the rest of one that was begun before."""
+        """Make a sample of a group, or the rest of an unfinished one."""
         ctx, sample = self._ctx, sample_id(group.group_id, index)
         whole = self._whole(group, sample)
         if whole:
@@ -84,25 +84,25 @@ class Answers:
             self._writer.put([row])
 
     def store_begun(self, groups: Collection[str]) -> None:
-        """Have what the cut ended of these groups stored as segments: `left` knows it then in another process."""
+        """Store the tokens of these groups' cut samples as segments, so that `left` finds them in another process."""
         for group_id, segments, made in self._ended:
             if group_id in groups:
                 segments.put_rest(made)
 
     def left(self, group: DrawnGroup, index: int) -> GeneratedSample | None:
-        """What is stored of a sample that was not begun again; None where that is nothing. One that was deferred before has a row."""
+        """The stored part of a sample that was not continued; None without any. A sample that was deferred before has a row."""
         sample, joined = sample_id(group.group_id, index), self._joined(group)
         whole = self._whole(group, sample)
         seed = self._ctx.runtime.prompts.sample_seed(group, index)
         made = self._begun(group, sample, seed).made
-        carried = joined is not None and sample in joined.begun  # its account wants to know what became of it
+        carried = joined is not None and sample in joined.begun  # its account must know what became of it
         if whole or not (len(made.output_ids) or carried):
             return whole
         none = Answer(None, None, time.time(), 0.0)
         return generated_sample(group, index, seed, made.then(none, self._text_of))
 
     def _whole(self, group: DrawnGroup, sample: str) -> GeneratedSample | None:
-        """The row of a sample that was whole when its group was deferred."""
+        """The row of a sample that was finished when its group was deferred."""
         joined = self._joined(group)
         return joined.finished.get(sample) if joined else None
 
@@ -119,12 +119,12 @@ class Answers:
         )
 
     def _text_of(self, ids: Sequence[int]) -> str:
-        """The text of an answer's tokens, as the engine gives it."""
+        """The text of an answer's tokens, equal to the engine's."""
         skip = self._ctx.config.rollout.sampling.skip_special_tokens
         return self._ctx.runtime.prompts.tokenizer.decode(ids, skip)
 
     def _joined(self, group: DrawnGroup) -> Joined | None:
-        """What was deferred to the iteration, of a group that was."""
+        """The deferred state of a group that was deferred to the iteration; None for others."""
         return self._ctx.stream.joined if self._ctx.stream and group.deferrals else None
 
     def _own(self, group: DrawnGroup) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -
 
 
 def sample_row(group: DrawnGroup, index: int, **made: Any) -> GeneratedSample:
-    """A row of a drawn group's sample. made: the columns that are its own."""
+    """A row of a drawn group's sample. made: its columns beyond the group's."""
     return GeneratedSample(
         group_id=group.group_id,
         prompt_id=group.prompt_id,

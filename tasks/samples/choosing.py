@@ -1,6 +1,6 @@
-"""When an iteration has the groups that it trains: once the first of the draw fill the batch, or at the cut.
+"""Waits for the groups that an iteration trains: until the first of the draw fill the batch, or until the cut.
 
-Owns the wait for either, the release of further groups, and the commit of the cut. What is chosen, millrace.core.pipeline.selection says.
+Owns both waits, the release of further groups, and the commit of the cut. millrace.core.pipeline.selection makes the choice.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from millrace.tasks.stream import Joined
 async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> list[ScoredGroup]:
     """Judge groups in drawing order, releasing one more for each that is dropped, until `need` are kept or none is left.
 
-    Returns those groups. What was deferred to the iteration comes first. filter.oversample groups more are released, which are
-    judged when it is their turn: so what is kept and what is dropped does not depend on them.
+    Returns the kept groups. Groups deferred to the iteration come first. filter.oversample releases more groups, which are
+    judged in their turn, so that they do not change which groups are kept.
     """
     assert ctx.stream is not None
     if ctx.config.pipeline.rollouts_from:
@@ -49,14 +49,14 @@ async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> li
 
 
 async def _among_stored(judging: Judging, need: int) -> list[ScoredGroup]:
-    """The same where no group can be made: one that the filter wants beyond those that are stored is left out."""
+    """Judge stored groups, if none can be generated: groups that the filter wants beyond the stored ones are left out."""
     await judging.read()
     wanted = _wanted(judging, need)
     return [group for group in judging.groups[:wanted] if group.judgement]
 
 
 def _wanted(judging: Judging, need: int) -> int:
-    """How many groups of the draw the batch takes, as far as is known; judges those of them that are whole."""
+    """How many groups of the draw the batch takes, as known so far; judges their whole groups."""
     groups, wanted = judging.groups, 0
     while True:
         dropped = sum(bool(g.judgement and not g.judgement.keep) for g in groups[:wanted])
@@ -67,7 +67,7 @@ def _wanted(judging: Judging, need: int) -> int:
 
 
 def _first_kept(groups: Sequence[ScoredGroup], need: int) -> list[ScoredGroup]:
-    """The first groups of the batch, as far as nothing that is not judged yet comes before them."""
+    """The first groups of the batch, up to the first group that is not judged yet."""
     judged = itertools.takewhile(lambda group: group.judgement is not None, groups)
     return [group for group in judged if group.judgement and group.judgement.keep][:need]
 
@@ -75,9 +75,9 @@ def _first_kept(groups: Sequence[ScoredGroup], need: int) -> list[ScoredGroup]:
 async def until_cut(
     ctx: IterationContext, judging: Judging, need: int
 ) -> tuple[list[FileEntry], list[ScoredGroup]]:
-    """Judge groups as they finish until `need` are kept; commit cut.json. Returns its entry, and the groups that may be trained.
+    """Judge groups as they finish until `need` are kept; commit cut.json. Returns its entry, and the trainable groups.
 
-    The cut counts from its commit on: a start after a kill makes it as it was.
+    The cut holds from its commit on: a start after a kill reads it again.
     """
     assert ctx.stream is not None
     cut, taken_in = await asyncio.to_thread(read_cut, ctx), False
@@ -112,13 +112,13 @@ async def until_cut(
 
 
 def _begun(ctx: IterationContext, judging: Judging) -> list[ScoredGroup]:
-    """The groups that are released, and those that were deferred to the iteration."""
+    """The released groups, and the groups deferred to the iteration."""
     assert ctx.stream is not None
     return [g for g in judging.groups if g.joined is not None or g.ordinal < ctx.stream.released]
 
 
 async def _release_for_dropped(ctx: IterationContext, judging: Judging) -> bool:
-    """Release one more of the draw for each group that was dropped; whether there was one."""
+    """Release one more group of the draw for each dropped one; returns whether there was one."""
     assert ctx.stream is not None
     first = ctx.records["sample_prompts"].get("released", ctx.fresh_groups)
     drawn = [group for group in judging.groups if group.joined is None]

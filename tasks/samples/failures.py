@@ -1,6 +1,6 @@
 """The budget of samples that fail to be generated or scored, for rollout, reward and evaluate alike.
 
-Owns the sentence of a budget that is spent. Knows nothing of rows or files.
+Owns the error of a spent budget. Knows nothing of rows or files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from millrace.core.errors import BudgetError
 
 
 class FailureBudget:
-    """Counts failed samples, or groups, each once. More than a share of all of them are too many, and end the task."""
+    """Counts failed samples, or groups, each once. More than a share of all samples ends the task."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class FailureBudget:
         unit: str = "sample",
         also: Callable[[str, str], None] | None = None,
     ) -> None:
-        """field: of the configuration, which sets the share of `of` units. what: follows their number in the error.
+        """field: the configuration's field with the share of `of` units. what: text after their number in the error.
 
-        also: called with each failure, its reason first.
+        also: called with the reason and the id of each failure.
         """
         self.allowed = share * of
         self.failures = Failures()
@@ -39,7 +39,7 @@ class FailureBudget:
 
     @property
     def spent(self) -> bool:
-        """Whether more failed than are allowed."""
+        """Whether more units failed than are allowed."""
         return self.failures.total > self.allowed
 
     def add(self, reason: str, failed: str) -> None:
@@ -52,7 +52,7 @@ class FailureBudget:
             self._also(reason, failed)
 
     def check(self) -> None:
-        """Raise BudgetError if too many failed."""
+        """Raise BudgetError if too many units failed."""
         if self.spent:
             raise BudgetError(
                 f"{self.failures.total} {self._unit}s {self._what}, more than {self._limit}; most often: "

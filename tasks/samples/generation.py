@@ -1,4 +1,4 @@
-"""Generating one sample after the other on the engines, for rollout and evaluate alike.
+"""Generates single samples on the engines, for rollout and evaluate.
 
 Owns how many samples are in flight and the request that an engine gets. Knows nothing of rows or files.
 """
@@ -29,16 +29,16 @@ from millrace.tasks.samples.failures import FailureBudget
 
 STATUSES: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 Engines = Callable[[], Awaitable[Dispatcher]]
-"""Makes the engines ready at the weight version that is to generate."""
+"""Makes the engines ready at the weight version that will generate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one sample: a generation, or the reason why there is none. Neither: it was ended before it began."""
+    """Result of one sample: a generation, or the reason for its lack. Neither if it was ended before it started."""
 
     generation: Generation | None
     reason: str | None
-    started: float  # Unix time at which it got its place among those in flight
+    started: float  # Unix time at which it got a slot among the samples in flight
     seconds: float
 
     @property
@@ -60,7 +60,7 @@ class Answer:
 
 
 class SampleGenerator:
-    """Generates single samples, at most rollout.max_concurrency per engine at a time, and counts what it generated."""
+    """Generates single samples, at most rollout.max_concurrency per engine at a time, and counts samples and tokens."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class SampleGenerator:
         share: Share = WHOLE,
         ends: Callable[[], AnswerEnds] = AnswerEnds,
     ) -> None:
-        """text_of: the text of token ids, for an answer that several requests made; their texts in a row where not given.
+        """text_of: decodes the token ids of an answer that several requests made; by default their texts are joined.
 
-        share: of the samples in flight, this process's. ends: where answers end, which requests name for engines.
+        share: this process's share of samples in flight. ends: tokens that end answers, which requests name for engines.
         """
-        self.outstanding = 0  # samples begun that have no answer yet
+        self.outstanding = 0  # started samples without an answer
         self.samples = 0
         self.tokens = 0
-        self.engines_s = 0.0  # until the engines were ready
+        self.engines_s = 0.0  # seconds until the engines were ready
         self._params = sampling.request
         self._budget, self._text_of, self._ends = budget, text_of, ends
         self._make_ready = engines
@@ -103,9 +103,9 @@ class SampleGenerator:
     ) -> Answer:
         """Generate one answer. Equal tokens, seed and weights give an equal answer.
 
-        `session` keeps the samples of a group together. own: sampling parameters of this answer alone. made: what was
-        generated of it before: it goes on from there. priority: among waiting requests, the smallest first. flush: stores its
-        tokens meanwhile. One that no engine can generate has an answer that says why. Raises BudgetError if too many of them failed.
+        `session` keeps the samples of a group together. own: sampling parameters of this answer alone. made: its earlier
+        part, which it continues. priority: the smallest of waiting requests goes first. flush: stores its tokens meanwhile. If
+        no engine can generate it, the answer has the reason. Raises BudgetError if too many samples failed.
         """
         self.outstanding += 1
         async with self._places:
@@ -139,13 +139,13 @@ class SampleGenerator:
         return Answer(generation, reason, started, seconds)
 
     async def stop(self) -> None:
-        """End what is under way: each answer has what was generated so far. Nothing is generated after it."""
+        """End running requests: each answer keeps its tokens so far. Nothing is generated afterwards."""
         self._stopped = True
         if self._engines:
             await self._engines.stop()
 
     def fail(self, reason: str, sample: str) -> None:
-        """Count a sample that failed. Raises BudgetError if too many did."""
+        """Count a failed sample. Raises BudgetError if too many failed."""
         self._budget.add(reason, sample)
         self._budget.check()
 
@@ -157,7 +157,7 @@ class SampleGenerator:
                 try:
                     self._engines = await self._make_ready()
                 except EngineLostError:
-                    # it died meanwhile, which is not the fault of the sample that asked first
+                    # it died meanwhile, which is no failure of the sample that asked first
                     self._engines = await self._make_ready()
                 self.engines_s = time.perf_counter() - started
             return self._engines

@@ -1,6 +1,6 @@
 """Samples of held-out sets: generated and scored, in the driver or a shard.
 
-Owns what of a set is due, and the row of a sample. Knows nothing of tables or figures.
+Owns which samples of a set are due, and the row of a sample. Knows nothing of tables or metrics.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from millrace.tasks.sessions.runner import session_task
 
 log = logging.getLogger(__name__)
 
-KIND: Literal["evaluations"] = "evaluations"  # of the parts
-PROMPTS = "held_out.parquet"  # the prompts of all sets, while shards are at work on them
+KIND: Literal["evaluations"] = "evaluations"  # kind of the parts
+PROMPTS = "held_out.parquet"  # the prompts of all sets, while shards use them
 Made = dict[tuple[str, int], EvaluatedSample]
 """Samples by prompt and index."""
 
 
 def made_of(samples: Iterable[EvaluatedSample], version: int, *, failed: bool = False) -> Made:
-    """Those of a weight version that were generated, the last of each. failed: also those that no attempt could generate."""
+    """Generated samples of a weight version, the last row of each. failed: include samples that no attempt could generate."""
     found = [s for s in samples if s.version == version and (failed or s.status != "failed")]
     return {(s.prompt_id, s.index): s for s in sorted(found, key=lambda s: s.status != "failed")}
 
@@ -59,7 +59,7 @@ def places(held_out: EvalSet, prompts: Sequence[UsablePrompt]) -> list[tuple[str
 def evaluation_budget(
     ctx: IterationContext, evaluation: Evaluation, held_out: EvalSet, prompts: int
 ) -> FailureBudget:
-    """Counts samples of a set of so many prompts that fail to generate."""
+    """Counts samples of a set that fail to generate. prompts: number of its prompts."""
     return FailureBudget(
         "rollout.max_failed_share",
         ctx.config.rollout.max_failed_share,
@@ -79,9 +79,9 @@ async def make_set(
     budget: FailureBudget,
     made: Made,
 ) -> Made:
-    """Make what is due of these prompts of a set. Raises BudgetError naming the set if too many samples fail to generate.
+    """Make the missing samples of these prompts of a set. Raises BudgetError naming the set if too many fail to generate.
 
-    made: what an earlier attempt stored. Returns it with what was made now.
+    made: samples of an earlier attempt. Returns them with the new ones.
     """
     version = evaluation.version
     generator = SampleGenerator(
@@ -125,7 +125,7 @@ async def make_set(
 async def make_share(
     ctx: IterationContext, evaluation: Evaluation, stored: Iterable[EvaluatedSample]
 ) -> None:
-    """Make this process's share of all sets, of the prompts that the driver wrote. stored: what parts hold."""
+    """Make this process's share of all sets, from the prompts that the driver wrote. stored: samples in parts."""
     table = await asyncio.to_thread(ctx.folder.read_table, PROMPTS, "prompts")
     rows = [DrawnGroup(**row) for row in table.to_pylist()]
     made = made_of(stored, evaluation.version)
@@ -137,7 +137,7 @@ async def make_share(
 
 
 def write_prompts(ctx: IterationContext, evaluation: Evaluation) -> None:
-    """Write the prompts of all sets for shards, which need none of the files that they come from."""
+    """Write the prompts of all sets for shards, so that shards need no data files."""
     ordinals = count()
     rows = [
         DrawnGroup(
@@ -160,7 +160,7 @@ def write_prompts(ctx: IterationContext, evaluation: Evaluation) -> None:
 
 
 def remove_prompts(ctx: IterationContext) -> None:
-    """Remove what `write_prompts` wrote, if it did."""
+    """Remove the file of `write_prompts`, if there is one."""
     if ctx.folder.exists(PROMPTS):
         ctx.folder.remove(PROMPTS)
 
@@ -174,7 +174,7 @@ def _usable(row: DrawnGroup) -> UsablePrompt:
 
 @dataclass(frozen=True)
 class _Place:
-    """One sample of a held-out set that is due."""
+    """A due sample of a held-out set."""
 
     held_out: EvalSet
     row: PromptRow
@@ -183,7 +183,7 @@ class _Place:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Which sample of the set it is."""
+        """Its prompt and index."""
         return self.row.prompt_id, self.index
 
     @property
@@ -201,7 +201,7 @@ class _Place:
         return f"eval-{version}-{self.row.prompt_id}-{self.index}"
 
     def scorable(self) -> Scorable:
-        """What a reward may read of it before there is an answer."""
+        """The fields that a reward may read, before there is an answer."""
         row = self.row
         return {
             "prompt": json_text(row.prompt),
@@ -222,7 +222,7 @@ Respond = Callable[[_Place], Awaitable[Scorable]]
 
 
 def _at_once(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerator, version: int) -> Respond:
-    """Responses of one answer each."""
+    """Generate responses of one answer each."""
 
     async def respond(place: _Place) -> Scorable:
         seed = place.seed(ctx.config.run.seed)
@@ -246,7 +246,7 @@ def _at_once(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerato
 def _in_sessions(
     ctx: IterationContext, held_out: EvalSet, generator: SampleGenerator, version: int
 ) -> Respond:
-    """Rollouts of several turns; of one that branches, what its first branch said. None of their turns are stored."""
+    """Generate responses by rollouts of several turns; a rollout with branches counts by its first one. No turns are stored."""
     sessions = ctx.runtime.sessions
     runner = sessions.runner(held_out.sampling, generator, ctx.share)
 
@@ -270,11 +270,11 @@ def _in_sessions(
 
 
 async def _not_stored(row: TurnRow) -> None:
-    """A rollout of an evaluation is repeated whole."""
+    """Drop a turn: a rollout of an evaluation is repeated whole."""
 
 
 def _units(ctx: IterationContext, held_out: EvalSet, row: PromptRow, tokens: list[int]) -> list[list[_Place]]:
-    """The samples of a prompt as they are scored: each alone, or all in one call."""
+    """The samples of a prompt by calls of the reward: each alone, or all in one call."""
     places = [_Place(held_out, row, tokens, index) for index in range(held_out.samples_per_prompt)]
     together = scored_by_group(ctx.runtime, places[0].scorable(), ctx.runtime.scoring.of_set(held_out.name))
     return [places] if together else [[place] for place in places]

@@ -1,7 +1,7 @@
-"""Groups that the iteration before deferred to this one, with what their samples have.
+"""Groups that the previous iteration deferred to this one, with the tokens of their samples.
 
-Owns how they pass from one folder to the next: cut.json and deferred.parquet there, joined.parquet here. Knows nothing of why
-they were deferred.
+Owns the files: cut.json and deferred.parquet in the earlier folder, joined.parquet in the later one. Does not know why groups
+were deferred.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.scoring import scored_as_one
 from millrace.tasks.stream import Joined
 
-UNFINISHED = "aborted"  # the status of a sample that goes on in a later iteration
+UNFINISHED = "aborted"  # the status of a sample that continues in a later iteration
 
 
 def is_cut(ctx: IterationContext) -> bool:
-    """Whether those that finish first fill the batch: as pipeline.select says, or as a cut says that was made before it changed."""
+    """Whether the first groups to finish fill the batch: by pipeline.select, or by a cut that was made before it changed."""
     return ctx.config.pipeline.select == "finish" or ctx.folder.exists(CUT)
 
 
 def read_cut(ctx: IterationContext) -> Cut | None:
-    """The cut of the iteration, None where there is none yet."""
+    """The cut of the iteration; None if it is not made yet."""
     files = IterationFiles(ctx.run_folder, ctx.index)
     with files.with_remedy():
         if not ctx.folder.exists(CUT):
@@ -47,7 +47,7 @@ def read_cut(ctx: IterationContext) -> Cut | None:
 
 
 def _opened(content: Any, url: str) -> Cut:
-    """Raises CorruptFileError if it is not what was written."""
+    """Parse cut.json. Raises CorruptFileError if it is corrupt."""
     try:
         return Cut.model_validate(check_seal(content, url))
     except ValidationError as error:
@@ -55,7 +55,7 @@ def _opened(content: Any, url: str) -> Cut:
 
 
 async def receive_deferred(ctx: IterationContext, generated: Callable[[], Awaitable[None]]) -> None:
-    """Have the iteration's tasks know what was deferred to it. generated: returns when the iteration before has generated."""
+    """Tell the iteration's tasks what was deferred to it. generated: returns when the previous iteration has generated."""
     assert ctx.stream is not None
     before = ctx.run_folder.iteration(ctx.index - 1)
     if ctx.config.pipeline.select == "finish" or (ctx.index and await asyncio.to_thread(before.exists, CUT)):
@@ -64,11 +64,12 @@ async def receive_deferred(ctx: IterationContext, generated: Callable[[], Awaita
 
 
 def join(ctx: IterationContext) -> Joined:
-    """What the iteration before deferred to this one, and write joined.parquet if that is anything. It must have generated."""
+    """Groups that the previous iteration deferred to this one; writes them to joined.parquet. Call it after its rollout."""
     joined = deferred_to(ctx)
     if not joined.groups:
         return joined
-    if ctx.folder.exists(record_path("rollout")):  # which names the file
+    # the record names the file
+    if ctx.folder.exists(record_path("rollout")):
         entry = ctx.folder.entry(JOINED)
     else:
         entry = ctx.folder.write_table(JOINED, schema.to_table(joined.groups, "prompts"), "prompts")
@@ -76,7 +77,7 @@ def join(ctx: IterationContext) -> Joined:
 
 
 def deferred_to(ctx: IterationContext) -> Joined:
-    """What the iteration before deferred to this one, without its file."""
+    """Groups that the previous iteration deferred to this one, without writing a file."""
     before = IterationFiles(ctx.run_folder, ctx.index - 1)
     if not ctx.index or CUT not in before.entries:
         return Joined()
@@ -110,7 +111,7 @@ def deferred_to(ctx: IterationContext) -> Joined:
 def write_deferred(
     ctx: IterationContext, cut: Cut, stored: list[dict[str, Any]], begun: list[GeneratedSample]
 ) -> FileEntry:
-    """Write deferred.parquet. stored: the iteration's rows of samples; begun: what was cut."""
+    """Write deferred.parquet. stored: the iteration's rows of samples. The last argument: samples that the cut ended."""
     rows = [GeneratedSample(**row) for row in stored if row["group_id"] in cut.deferred]
     rows += [row for row in begun if row.group_id in cut.deferred]
     order = {group_id: at for at, group_id in enumerate(cut.deferred)}
@@ -119,6 +120,6 @@ def write_deferred(
 
 
 def _groups_of(files: IterationFiles) -> list[DrawnGroup]:
-    """All groups of an iteration: those deferred to it and those that it drew."""
+    """All groups of an iteration: deferred to it, then drawn."""
     joined = files.read_table("prompts", path=JOINED).to_pylist() if JOINED in files.entries else []
     return [DrawnGroup(**row) for row in [*joined, *files.read_table("prompts").to_pylist()]]

@@ -1,7 +1,7 @@
-"""The groups of an iteration judged one by one as their scores land.
+"""Judges the groups of an iteration one by one as their scores land.
 
-Owns what has been read of parts and each group's verdict, in the order in which they became known. Knows nothing of when there
-are enough. A verdict follows from stored rows alone: a start after a kill judges every group again, and the same.
+Owns the rows read from parts and each group's verdict, in the order in which they became known. Does not know when there are
+enough. A verdict depends only on stored rows: a start after a kill judges every group again, with the same verdicts.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from millrace.tasks.stream import Kind
 
 
 class Judging:
-    """Reads parts as they land and judges the groups that are whole."""
+    """Reads parts as they land and judges complete groups."""
 
     def __init__(self, ctx: IterationContext) -> None:
         self.groups: list[ScoredGroup] = []
-        self.parts: list[str] = []  # of rewards, that were read
-        self.whole: dict[str, int] = {}  # groups that are judged, and how many were before each
+        self.parts: list[str] = []  # parts of rewards that were read
+        self.whole: dict[str, int] = {}  # judged groups, with the number of groups judged before each
         self._ctx = ctx
         self._by_id: dict[str, ScoredGroup] = {}
         self._wanted = _columns_read(ctx.config.filter)
         self._budget = _budget(ctx)
         self._read: set[str] = set()
-        self._waiting: list[ScoredSample] = []  # of groups that are not known yet
+        self._waiting: list[ScoredSample] = []  # scores of groups that are not known yet
 
     async def open(self) -> None:
-        """Find what an earlier attempt stored."""
+        """List the parts of an earlier attempt."""
         assert self._ctx.stream is not None
         self._ctx.stream.add_listed("rewards", await self._listed("rewards"))
-        if self._wanted or self._ctx.shards:  # listed after the rewards: what is scored was generated before
+        # listed after the rewards, since a scored sample was generated before
+        if self._wanted or self._ctx.shards:
             self._ctx.stream.add_listed("rollouts", await self._listed("rollouts"))
 
     def add(self, groups: Sequence[ScoredGroup]) -> None:
-        """Take groups in, in the order in which they fill the batch."""
+        """Add groups, in the order in which they fill the batch."""
         self.groups = sorted([*self.groups, *groups], key=lambda group: group.place)
         self._by_id |= {group.group_id: group for group in groups}
 
@@ -73,7 +74,7 @@ class Judging:
             self._read.add(path)
 
     def judge(self, groups: Iterable[ScoredGroup]) -> None:
-        """Judge those of the groups that are whole. Raises BudgetError if the user's filter failed on too many."""
+        """Judge the complete ones of these groups. Raises BudgetError if the user's filter failed on too many."""
         for group in groups:
             if group.judgement is None:
                 rollouts = [
@@ -105,7 +106,7 @@ class Judging:
 
 
 def _columns_read(filter: Filter) -> list[str]:
-    """What the filters read of rollouts; nothing where rewards alone decide."""
+    """The columns of rollouts that the filters read; none if rewards alone decide."""
     if filter.group_filter:
         return ["sample_id", "group_id", *columns(Scorable)]
     if filter.max_truncated_share is None and filter.max_mean_response_tokens is None:
@@ -129,9 +130,9 @@ def _budget(ctx: IterationContext) -> FailureBudget:
 
 
 def _group_sample(scores: Sequence[ScoredSample], made: Mapping[str, dict[str, Any]] | None) -> GroupSample:
-    """A rollout as filters see it: its reward is the mean of its samples'. One that lacks a score has none.
+    """A rollout for filters: its reward is the mean of its samples' rewards, None if a score is missing.
 
-    made: rows of the rollouts, by sample id; None where the filters read none.
+    made: rows of the rollouts, by sample id; None if the filters read none.
     """
     lacking = next((score for score in scores if score.reward is None), None)
     rows = [made[score.sample_id] for score in scores] if made is not None else []

@@ -1,6 +1,6 @@
-"""Appends rows as parts of one folder while they come, for samples and for turns alike.
+"""Appends rows as parts of one folder while they come, for samples and for turns.
 
-Owns when a part is written, and that rows are written in the order they came. Knows nothing of what they hold.
+Owns when a part is written, and that rows are written in their order. Knows nothing of their content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millrace.core.waits.deadline import heartbeat, progressing
 from millrace.core.waits.heartbeat import beat
 from millrace.tasks.context import IterationContext
 
-WAIT_S = 0.1  # rows wait this long for company before they are written
+WAIT_S = 0.1  # rows wait this long for others before they are written
 
 Landed = Callable[[FileEntry], Awaitable[None]]
 
@@ -34,7 +34,7 @@ class PartWriter:
         landed: Landed,
         wait_s: float = WAIT_S,
     ) -> None:
-        """limit: rows of a part. busy: whether more rows may come soon, for which others wait. landed: called for each part that is whole."""
+        """limit: rows of a part. busy: whether more rows may come soon, so that rows wait. landed: called for each whole part."""
         self._ctx, self._kind, self._limit = ctx, kind, limit
         self._busy, self._landed, self._wait_s = busy, landed, wait_s
         self._queue: asyncio.Queue[list[Any] | None] = asyncio.Queue()
@@ -42,14 +42,14 @@ class PartWriter:
         self._moved = asyncio.Condition()
 
     def put(self, rows: Sequence[Any]) -> Callable[[], bool]:
-        """Have rows written, in one part. What is returned says whether they are by now."""
+        """Queue rows to be written in one part; returns a function that tells whether they are written."""
         self._put += 1
         number = self._put
         self._queue.put_nowait(list(rows))
         return lambda: self._written >= number
 
     async def settled(self, at_once: bool = False) -> None:
-        """Wait until what was put so far is stored. at_once: no row waits for company."""
+        """Wait until all rows put so far are stored. at_once: do not wait for more rows."""
         if at_once:
             self.put([])
         wanted, limit = self._put, self._ctx.config.run_limit
@@ -61,8 +61,10 @@ class PartWriter:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[PartWriter]:
-        """Write what is put. On leaving, all of it is written. A write that fails ends the body, which may wait for what will
-        never land."""
+        """Write rows in the background; on leaving, all are written.
+
+        A failed write ends the body, which could wait for a part that never lands.
+        """
         async with asyncio.TaskGroup() as group:
             writing = group.create_task(self._drain())
             try:

@@ -20,19 +20,19 @@ class ScoredGroup:
     scores: dict[str, ScoredSample] = field(default_factory=dict)  # by sample id
     made: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # what filters read of rollouts; until it is judged
+    )  # columns of rollouts for the filters; dropped once it is judged
     judgement: Judgement | None = None
-    joined: int | None = None  # of one that was deferred to the iteration: its place among those
+    joined: int | None = None  # for a deferred group: its place among the groups deferred to the iteration
     deferrals: int = 0  # how many times it was deferred
-    cut: Literal["deferred", "returned"] | None = None  # what the cut made of it, if it is not trained
+    cut: Literal["deferred", "returned"] | None = None  # what the cut decided, if it is not trained
 
     @property
     def place(self) -> tuple[bool, int]:
-        """Its place in the batch: what was deferred to the iteration comes first, then what it drew, in drawing order."""
+        """Its place in the batch: deferred groups come first, then drawn ones in drawing order."""
         return self.joined is None, self.ordinal if self.joined is None else self.joined
 
     def rollout(self, index: int) -> list[ScoredSample]:
-        """The scores of a rollout's samples, if all are there."""
+        """The scores of a rollout's samples; empty unless all are there."""
         rollout = sample_id(self.group_id, index)
         first = self.scores.get(rollout)
         if first is None:

@@ -1,6 +1,6 @@
-"""Scoring samples in worker processes, for reward and evaluate alike.
+"""Scores samples in worker processes, for reward and evaluate.
 
-A sample whose generation or scoring failed has no reward and says why: that is not a zero.
+A sample whose generation or scoring failed has no reward but a reason: that is not a zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace.tasks.runtime.runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What scoring made of a sample. `reward` is None unless it was scored; `reason` says why it was not."""
+    """Result of scoring a sample. `reward` is None unless it was scored; `reason` says why it was not."""
 
     scoring: Scoring
     reward: float | None = None
@@ -39,7 +39,7 @@ def scored_by_group(runtime: Runtime, sample: Scorable, own: Selected | None) ->
 
 
 def scored_as_one(runtime: Runtime, rows: Iterable[Unscored], groups: Collection[str]) -> set[str]:
-    """Those of these groups whose samples one call scores together: their scores belong together. rows: of samples."""
+    """The groups among these whose samples are scored together in one call. rows: of samples."""
     return {
         row["group_id"]
         for row in rows
@@ -67,7 +67,7 @@ async def score(runtime: Runtime, sample: Scorable, own: Selected | None) -> Sco
 
 
 async def score_group(runtime: Runtime, samples: Sequence[Scorable], own: Selected | None) -> list[Score]:
-    """Score the samples of a prompt in one call, without those where there is nothing to score.
+    """Score the samples of a prompt in one call, except samples with nothing to score.
 
     The seconds of a call are divided among its samples.
     """
@@ -87,7 +87,7 @@ async def score_group(runtime: Runtime, samples: Sequence[Scorable], own: Select
 
 
 def _settled(sample: Scorable) -> Score | None:
-    """The score of a sample that no reward is called for."""
+    """The score of a sample for which no reward is called."""
     if sample["status"] in ("failed", "aborted"):
         return Score("skipped")
     given = sample["session_reward"]

@@ -1,6 +1,6 @@
 """Many samples, or groups, at once in one scoring process, for rewards that mostly wait.
 
-Owns which samples go together, and that none pays for another: where a batch's process dies, or the batch has no end in time,
+Owns which samples go together, and that no sample fails because of another: if a batch's process dies or the batch is late,
 each of its samples is scored again by itself.
 """
 
@@ -16,7 +16,7 @@ from millrace.core.contracts.sample import Scorable
 from millrace.core.rewards.scoring import score_side_by_side
 from millrace.core.rewards.selection import Selected
 
-GRACE_S = 5.0  # that a batch has beyond the deadline of its samples
+GRACE_S = 5.0  # time that a batch has beyond the deadline of its samples
 
 Item = Scorable | list[Scorable]
 """A sample, or the samples of a group, which one call scores."""
@@ -25,10 +25,10 @@ _Waiting = tuple[Item, asyncio.Future[Outcome]]
 
 
 class ScoringBatches:
-    """Puts what is to be scored at the same moment together, by its reward."""
+    """Batches samples or groups that are scored at the same time by the same reward."""
 
     def __init__(self, pool: WorkerPool, workers: int, most: int, timeout_s: float, alone: Alone) -> None:
-        """most: samples, or groups, of a batch. alone: scores one of them in a process that does nothing else."""
+        """most: samples, or groups, of a batch. alone: scores one item in a process that does nothing else."""
         self._pool, self._workers, self._most = pool, workers, most
         self._timeout_s, self._alone = timeout_s, alone
         self._waiting: dict[str, tuple[Selected, list[_Waiting]]] = {}
@@ -43,7 +43,7 @@ class ScoringBatches:
         return await future
 
     def _start(self) -> None:
-        """Start batches of what waits, spread over the processes."""
+        """Start batches of waiting items, spread over the processes."""
         waiting, self._waiting = self._waiting, {}
         for selected, items in waiting.values():
             size = min(self._most, math.ceil(len(items) / self._workers))

@@ -12,7 +12,7 @@ from millrace.core.contracts.sample import Unscored
 
 
 class ScoringUnits:
-    """Collects rows. A rollout's branches come together."""
+    """Collects rows. A rollout's branches arrive together."""
 
     def __init__(self, rollouts: int, by_group: Callable[[Unscored], bool]) -> None:
         """rollouts: of a prompt. by_group: whether a row is scored together with the others of its prompt."""
@@ -21,7 +21,7 @@ class ScoringUnits:
         self._waiting: dict[str, list[Unscored]] = {}
 
     def add(self, rows: Sequence[Unscored], done: Collection[str]) -> list[list[Unscored]]:
-        """What can be scored now that these rows are there too, in order. done: samples that have a score."""
+        """Units that can be scored after these rows, in order. done: samples that have a score."""
         ready: list[list[Unscored]] = []
         for row in rows:
             if not self._by_group(row):

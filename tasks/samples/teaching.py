@@ -1,6 +1,6 @@
-"""What a served teacher says of a sample, for the reward task.
+"""A served teacher's log-probabilities for a sample, for the reward task.
 
-A failed request is the sample's failure, with its reason; no number stands in for an answer.
+A failed request fails the sample, with its reason; no number replaces an answer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from millrace.tasks.runtime.hints import Hinted, HintError, Hints
 
 
 class Taught(NamedTuple):
-    """The teacher's log-probability of each response token, or the reason why there are none. Empty: it was not asked.
+    """The teacher's log-probability of each response token, or the reason why there are none. Empty if it was not asked.
 
-    The top ones are its likeliest tokens at each response token, one token's after another's, where the run compares any.
+    The top fields have its likeliest tokens at each response token, one token's after another's, if the run compares them.
     """
 
     logprobs: list[float] | None = None
@@ -26,7 +26,7 @@ class Taught(NamedTuple):
     seconds: float | None = None
     top_tokens: list[int] | None = None
     top_logprobs: list[float] | None = None
-    hint: str | None = None  # given to it beside the prompt
+    hint: str | None = None  # the hint that was added to its prompt
 
 
 async def ask_teacher(teacher: ServedTeacher | None, hints: Hints | None, row: Unscored) -> Taught:

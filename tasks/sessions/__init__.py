@@ -1,1 +1,1 @@
-"""Rollouts of several turns: what a session asks for is generated, recorded as it happens, and found again after a crash."""
+"""Rollouts of several turns: turns are generated on request, recorded at once, and found again after a crash."""

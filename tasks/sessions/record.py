@@ -1,7 +1,7 @@
-"""The record of one rollout: its turns and calls as they were committed, and as they go on.
+"""The record of one rollout: its committed turns and calls, and new ones.
 
-Owns what of an earlier attempt counts: an event is found again as long as the rollout asks for the same, in the same place.
-From the first difference in a branch on, what was recorded there does not count any more, and says so.
+Owns which events of an earlier attempt count: an event is found again if the rollout makes the same request in the same place.
+From the first difference in a branch on, its recorded events no longer count, and a row says so.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class RolloutRecord:
     """Events of one rollout, by branch, in order."""
 
     def __init__(self, rows: Iterable[TurnRow] = ()) -> None:
-        """rows: of this rollout, all that are stored."""
+        """rows: all stored rows of this rollout."""
         self._rows = list(rows)
         self._events = self._that_count()
-        self.gap = first_gap(self._rows)  # what a `resumed` row has to say before another one is added
+        self.gap = first_gap(self._rows)  # a `resumed` row must name it before another row is added
         self.next_order = max((row.order for row in self._rows), default=-1) + 1
 
     def note(self, row: TurnRow) -> None:
@@ -45,13 +45,13 @@ class RolloutRecord:
         return self._find(branch, event, lambda row: row.kind == "segment" and row.prompt == prompt)
 
     def answer(self, branch: int, event: int, tool: str, arguments: Mapping[str, Any]) -> TurnRow | None:
-        """A recorded call."""
+        """A recorded call; None if the rollout made another one or none."""
         text = arguments_text(arguments)
         found = self._find(branch, event, lambda row: row.tool == tool and row.arguments == text)
         return found[0] if found else None
 
     def differs(self, branch: int, event: int) -> bool:
-        """Whether something else is recorded there: it does not count from now on."""
+        """Whether another event is recorded there, which no longer counts."""
         return event in self._events[branch]
 
     def _find(self, branch: int, event: int, same: Any) -> list[TurnRow] | None:
@@ -60,7 +60,7 @@ class RolloutRecord:
 
 
 def stored_events(rows: Iterable[TurnRow]) -> dict[str, list[TurnRow]]:
-    """What is stored of each rollout."""
+    """The stored rows of each rollout."""
     found: dict[str, list[TurnRow]] = defaultdict(list)
     for row in rows:
         found[row.rollout_id].append(row)
@@ -68,5 +68,5 @@ def stored_events(rows: Iterable[TurnRow]) -> dict[str, list[TurnRow]]:
 
 
 def arguments_text(arguments: Mapping[str, Any]) -> str:
-    """Arguments as they are stored and compared."""
+    """Arguments in the form that is stored and compared."""
     return json_text(arguments, sort_keys=True, default=str)

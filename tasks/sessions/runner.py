@@ -1,8 +1,8 @@
-"""Runs rollouts of several turns in worker processes, as often as it takes, and makes samples of what they leave.
+"""Runs rollouts of several turns in worker processes, with retries, and makes samples of the results.
 
-A rollout whose process ended by another's doing is run again from its record: what was generated and answered is found
-there. One that was to blame fails with the reason, or, where a call of a tool was, goes on with that as the answer.
-One that may be to blame, since a signal ended its process, is run by itself once more first.
+A rollout whose process was ended by another rollout is run again from its record, which has its turns and answers. A rollout
+that ended its process fails with the reason; if one of its tool calls did, the rollout continues with the reason as the answer.
+A rollout that may be the cause, since a signal ended its process, is first run once more by itself.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.sessions.record import RolloutRecord
 from millrace.tasks.sessions.session_rollout import Opening, SessionRollout
 
-TOGETHER = 2  # how often a rollout may lose its process before it gets one of its own
-TRIES = 5  # in all
+TOGETHER = 2  # processes that a rollout may lose before it gets a separate one
+TRIES = 5  # tries in all
 
 Write = Callable[[TurnRow], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class MadeSample:
-    """One branch of a finished rollout, as its row has it. Of one that failed: the prompt, and why."""
+    """One branch of a finished rollout, with the values of its row. For a failed rollout: the prompt, and the reason."""
 
     sample_id: str
-    samples: int  # of the rollout
+    samples: int  # samples of the rollout
     role: str | None
     prompt_ids: list[int]
     response_ids: list[int]
@@ -73,7 +73,7 @@ class SessionRunner:
         arguments: Mapping[str, Any],
         share: Share = WHOLE,
     ) -> None:
-        """arguments: what functions written for slime find in args. share: of rollouts and calls at once, this process's."""
+        """arguments: args of functions written for slime. share: this process's share of concurrent rollouts and calls."""
         self._settings, self._sampling, self._arguments = settings, sampling, arguments
         self._pool, self._dialogues, self._generator = pool, dialogues, generator
         self._rollouts = asyncio.Semaphore(share.part_of(settings.max_rollouts))
@@ -82,7 +82,7 @@ class SessionRunner:
     async def run(
         self, opening: Opening, task: Mapping[str, Any], rows: Sequence[TurnRow], write: Write
     ) -> tuple[list[MadeSample], float, float]:
-        """The samples of one rollout, when it began (Unix time) and its seconds of generation.
+        """The samples of one rollout, its start (Unix time) and its seconds of generation.
 
         rows: of an earlier attempt. write: keeps a row. Errors: BudgetError if too many rollouts failed.
         """
@@ -121,7 +121,7 @@ class SessionRunner:
                     end = await self._pool.run(start, rollout.handle, alone=alone)
                     break
                 except SessionLostError as error:
-                    # whether it was to blame shows when it runs alone
+                    # a run by itself shows whether this rollout is the cause
                     blamed = error.blamed and (error.certain or suspected)
                     suspected = suspected or error.blamed
                     if not await rollout.lost(str(error), blamed):
@@ -129,7 +129,8 @@ class SessionRunner:
                         break
                     end = {"status": "failed", "reason": f"{error}, {TRIES} times", "rewards": {}}
                     rollout = rollout.restart(RolloutRecord(kept))
-            await rollout.lost("", False)  # calls that it did not wait for
+            # calls that the function did not wait for
+            await rollout.lost("", False)
             samples = made_samples(rollout, end)
             if samples[0].status == "failed" and rollout.failure is None:
                 self._generator.fail(samples[0].reason or "failed", opening.rollout_id)
@@ -144,7 +145,7 @@ def session_task(
     index: int,
     evaluation: bool = False,
 ) -> dict[str, Any]:
-    """What a session is shown of its row, whose prompt, label and metadata are JSON text."""
+    """The task that a session sees, from its row, whose prompt, label and metadata are JSON text."""
     return {
         "prompt": json.loads(prompt),
         "label": None if label is None else json.loads(label),
@@ -156,7 +157,7 @@ def session_task(
 
 
 def made_samples(rollout: SessionRollout, end: Mapping[str, Any]) -> list[MadeSample]:
-    """The samples of a rollout that ended so."""
+    """The samples of a rollout with this end."""
     first = rollout.tree[0]
     if rollout.failure or end["status"] == "failed" or not any(b.generated for b in rollout.tree.branches):
         reason = rollout.failure or end["reason"] or "it generated nothing"
@@ -207,7 +208,7 @@ def _sample(
 
 
 def _trained_mask(branch: Branch, left_out: Sequence[int] | None) -> list[int] | None:
-    """The loss mask of a branch without the tokens at these places among all its tokens; None if none is left out."""
+    """The loss mask of a branch without the tokens at these positions among all its tokens; None if none is left out."""
     if not left_out:
         return None
     first = len(branch.prompt_ids)

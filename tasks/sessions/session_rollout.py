@@ -1,4 +1,4 @@
-"""One rollout of several turns, as the driver makes it: answers what the session asks for, and keeps the tokens.
+"""The driver's side of one rollout of several turns: answers the session's requests, and keeps the tokens.
 
 Owns limits and what counts as the same turn after a restart. Knows nothing of processes or files: turns go to `write`.
 """
@@ -27,7 +27,7 @@ from millrace.tasks.sessions.record import RolloutRecord, arguments_text
 
 
 class RowColumns(ChatColumns, Protocol):
-    """What a source says of its rows' templates and sampling."""
+    """A source's settings for its rows' templates and sampling."""
 
     @property
     def sampling_key(self) -> str | None: ...
@@ -35,7 +35,7 @@ class RowColumns(ChatColumns, Protocol):
 
 @dataclass(frozen=True)
 class Opening:
-    """What a rollout begins with."""
+    """The start of a rollout."""
 
     rollout_id: str
     group_id: str
@@ -43,13 +43,13 @@ class Opening:
     prompt_ids: Sequence[int]
     seed: int
     chat: bool
-    longest: int  # tokens of the whole dialogue, prompt and all
+    longest: int  # tokens of the whole dialogue, including the prompt
     columns: RowColumns | None = None  # of the source
     options: ChatOptions = PLAIN
     sampling: Mapping[str, Any] = field(default_factory=dict)  # the row's own parameters
 
     def of_row(self, metadata: Mapping[str, Any] | None, longest: int) -> Opening:
-        """The opening with what a row that has this metadata says of its template and its sampling. longest: tokens of a turn."""
+        """The opening with the template variables and sampling of a row with this metadata. longest: tokens of a turn."""
         if self.columns is None:
             return self
         own = own_sampling(metadata, self.columns.sampling_key, longest)
@@ -58,22 +58,22 @@ class Opening:
 
 @dataclass
 class _Said:
-    """What was said in a branch, for reading."""
+    """The messages of a branch, for reading."""
 
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    cuts: list[int] = field(default_factory=list)  # messages after each turn
-    plain: bool = True  # before the first turn: the messages are all of the prompt
+    cuts: list[int] = field(default_factory=list)  # number of messages after each turn
+    plain: bool = True  # before the first turn: whether the messages are all of the prompt
 
     def __post_init__(self) -> None:
         self._first = len(self.messages)
 
     def after(self, turns: int) -> list[Message]:
-        """The messages as they were after so many turns of its own."""
+        """The messages after this number of the branch's own turns."""
         return self.messages[: self.cuts[turns - 1] if turns else self._first]
 
 
-CHARACTERS_A_TOKEN = 32  # more than texts have on average, of whatever language
+CHARACTERS_A_TOKEN = 32  # more than texts have on average in any language
 
 
 def characters(value: Any) -> int:
@@ -104,7 +104,7 @@ class SessionRollout:
         record: RolloutRecord,
         write: Callable[[TurnRow], Awaitable[None]],
     ) -> None:
-        """places: among calls that are under way."""
+        """places: limits the calls at once."""
         self.opening = opening
         self.record = record
         self.tree = RolloutTree(opening.prompt_ids)
@@ -115,12 +115,11 @@ class SessionRollout:
         self._settings, self._sampling = settings, sampling
         self._dialogues, self._generator = dialogues, generator
         self._places, self._write = places, write
-        self._calls: dict[
-            tuple[int, int], tuple[dict[str, Any], float]
-        ] = {}  # under way, by branch and event
+        # running calls, by branch and event
+        self._calls: dict[tuple[int, int], tuple[dict[str, Any], float]] = {}
 
     async def open(self) -> None:
-        """Where stored rows are missing, say from where on the others do not count."""
+        """If stored rows are missing, note from which row on the others do not count."""
         if self.record.gap is not None:
             await self._keep(self._row(self.tree[0], self.record.gap, kind="resumed"))
 
@@ -139,7 +138,7 @@ class SessionRollout:
             return {"refused": str(error)}
 
     def _too_long(self, request: Mapping[str, Any]) -> str:
-        """What is wrong with messages of more characters than the rollout's tokens can be: tokenising these takes gigabytes."""
+        """The error for messages of more characters than the rollout's tokens can hold: tokenising them would take gigabytes."""
         pieces = [*request["new"], *((request["begin"] or {}).get("prompt") or ())]
         count = sum(map(characters, pieces))
         most = max(ALWAYS_TOKENISED, CHARACTERS_A_TOKEN * self.opening.longest)
@@ -152,7 +151,7 @@ class SessionRollout:
         )
 
     def restart(self, record: RolloutRecord) -> SessionRollout:
-        """The same rollout from its beginning, with what is recorded by now."""
+        """The same rollout from its start, with the record so far."""
         return SessionRollout(
             self.opening,
             self._settings,
@@ -165,7 +164,7 @@ class SessionRollout:
         )
 
     async def lost(self, reason: str, blamed: bool) -> bool:
-        """The session's process ended. Where a call of its own did that, it gets the reason as its answer.
+        """Note that the session's process ended. If one of the rollout's calls ended it, the reason becomes the call's answer.
 
         Returns whether the rollout may be run again.
         """
@@ -247,7 +246,7 @@ class SessionRollout:
         return answer
 
     def _add(self, branch: Branch, rows: Sequence[TurnRow], ids: Sequence[int]) -> Turn:
-        """Take a turn's segments into the tree, and read it."""
+        """Add a turn's segments to the tree, and parse the turn."""
         output = [token for row in rows for token in row.output_ids]
         spans: list[tuple[int, int]] = []
         first = 0
@@ -266,7 +265,7 @@ class SessionRollout:
         return turn
 
     def _observe(self, branch: Branch, new: Sequence[Any]) -> None:
-        """Add what is new to a branch, all of it or nothing. Raises ValueError where the chat template refuses it."""
+        """Add new content to a branch, all of it or nothing. Raises ValueError if the chat template refuses it."""
         said = self.said[branch.number]
         began = bool(said.turns) or (branch.parent_turns or 0) > 0
         prompt, added, messages, plain = branch.prompt_ids, list[int](), list[Message](), said.plain
@@ -331,7 +330,7 @@ class SessionRollout:
         return {}
 
     async def _diverge(self, branch: Branch, event: int) -> None:
-        """Where something else is recorded here, say that it does not count."""
+        """If another event is recorded here, note that it no longer counts."""
         if self.record.differs(branch.number, event):
             await self._keep(self._row(branch, event, kind="diverged"))
 

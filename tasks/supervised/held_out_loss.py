@@ -1,7 +1,7 @@
 """held_out_loss: the loss of the held-out sets under the trainer's current weights, without gradients.
 
 Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Losses are parts of the
-iteration's folder until then: what is stored is not computed again. The trainer's ranks compute them, in their own layout.
+iteration's folder until then: stored losses are not computed again. The trainer's ranks compute them, in their own layout.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def _computed(
 
 
 def _figures(rows: Sequence[EvaluatedSample]) -> HeldOutSubset:
-    """Every token counts the same, whichever row it is of."""
+    """The mean over all tokens of all rows."""
     tokens, total = 0, 0.0
     for row in rows:
         assert row.loss is not None, "it was computed"

@@ -1,4 +1,4 @@
-"""What supervised training learns of a row: its label, or the trained turns of its dialogue."""
+"""The trained part of a row in supervised training: its label, or the trained turns of its dialogue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.tasks.data.rows import UsablePrompt
 
 @dataclass(frozen=True)
 class Response:
-    """What follows the prompt tokens of a row. `mask` is 1 where a token has a loss."""
+    """The tokens after a row's prompt. `mask` is 1 for tokens with a loss."""
 
     tokens: list[int]
     mask: list[int]
@@ -20,7 +20,9 @@ class Response:
 
 
 def response_of(read: UsablePrompt, source: str, tokenizer: PromptTokenizer, chat: bool) -> Response:
-    """The response of a usable row of a source. chat: its prompts are written by the chat template. Raises DataError for a row without an answer."""
+    """The response of a usable row of a source. chat: whether the chat template writes its prompts. Raises DataError if it has
+    none.
+    """
     if read.dialogue is not None:
         dialogue = read.dialogue
         return Response(dialogue.tokens, dialogue.mask, dialogue.text, dialogue.turns)

@@ -1,6 +1,6 @@
 """sample_supervised: draw rows with reference answers, or whole dialogues, and make them the batch of a supervised iteration.
 
-The prompt's answer is the row's label, as text; of a dialogue it is what follows from the first trained turn on. Reads the
+The response is the row's label as text; for a dialogue, everything from the first trained turn on. Reads the
 committed history and the sources; writes prompts.parquet, verdicts.parquet and batch.parquet.
 """
 
@@ -76,7 +76,7 @@ def _dropped(group: DrawnGroup) -> JudgedSample:
 
 
 def _sample(ctx: IterationContext, group: DrawnGroup, read: UsablePrompt, position: int) -> BatchSample:
-    """A batch row whose response is what is learnt. `position`: of the group in drawing order."""
+    """A batch row whose response is trained. `position`: of the group in drawing order."""
     chat = next(source.chat for source in ctx.config.data.sources if source.name == group.source)
     response = response_of(read, group.source, ctx.runtime.prompts.tokenizer, chat)
     return BatchSample(

@@ -35,11 +35,8 @@ KNOWN = re.compile(
     r"(?P<name>\b(?:Bearer|Basic)\s{1,3})(?=[\w.~+/=-]{0,99}[\d=+/])[\w.~+/=-]{12,}"
     r"|\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AIza)[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
 )
-NAMED_USER = (
-    "postgresql",
-    "mysql",
-    "mssql",
-)  # schemes of URLs in which a user without a password is no secret
+# schemes of URLs in which a user without a password is no secret
+NAMED_USER = ("postgresql", "mysql", "mssql")
 
 
 def is_secret_name(name: str) -> bool:

@@ -186,9 +186,8 @@ def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
-        twice[:] = (
-            _repeated(pairs) if len(values) < len(pairs) else []
-        )  # the row's own repeated keys come last
+        # the row's own repeated keys come last
+        twice[:] = _repeated(pairs) if len(values) < len(pairs) else []
         return values
 
     try:

@@ -1,8 +1,8 @@
-"""`millrace sql`: DuckDB over the tables of a run, those of its open iterations so far among them.
+"""`millrace sql`: DuckDB over the tables of a run, including tables of its open iterations so far.
 
-Owns the views: prompts, samples, rewards, verdicts, batches, logprobs, steps, evaluations, metrics. Reads what manifests and
-records name, checked, and what a task of an open iteration has written that has no record; changes nothing. Iterations
-count from 1. A query reads the views and nothing else, unless its caller opens files to it.
+Owns the views: prompts, samples, rewards, verdicts, batches, logprobs, steps, evaluations, metrics. Reads files that manifests
+and records name, after a check, and files of open iterations' tasks without a record; changes nothing. Iterations count from 1.
+A query reads the views and nothing else, unless its caller opens files to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VIEWS = {
 }
 MAY_BE_EMPTY = ("turns", "logprobs")  # many runs have none
 ALL = (*VIEWS, "steps", "evaluations", "metrics")
-EXCERPT = 60  # characters of a statement in a message
+EXCERPT = 60  # characters of a statement that a message shows
 METRICS = pa.schema([("iteration", pa.int32()), ("name", pa.string()), ("value", pa.float64())])
 
 
@@ -51,9 +51,9 @@ def connect(
 ) -> duckdb.DuckDBPyConnection:
     """A DuckDB connection with these of the run's views. Their files are checked first, against what committed them.
 
-    allow_files: the connection may read and write other files too, load extensions and ask addresses.
+    allow_files: the connection may also read and write other files, load extensions and open network addresses.
 
-    Raises StorageError if there is no such run, or a file is gone or changed.
+    Raises StorageError if there is no such run, or a file is missing or changed.
     """
     settings = settings_of(run_record(root, run))
     folder = RunFolder(root, run)
@@ -98,7 +98,7 @@ def connect(
 
 
 def answer(root: str, run: str, query: str, *, allow_files: bool = False) -> Listing:
-    """The answer of a query. allow_files: as of `connect`. Raises QueryError with DuckDB's message, or if the query only reads by files."""
+    """The answer of a query. allow_files: as for `connect`. Raises QueryError if DuckDB rejects it, or if it needs allow_files."""
     try:
         if not allow_files:
             _check_reads(query)
@@ -110,7 +110,7 @@ def answer(root: str, run: str, query: str, *, allow_files: bool = False) -> Lis
 
 
 def _entries(files: IterationFiles) -> list[FileEntry]:
-    """What is named of an iteration; of an open one also what tasks without a record have written so far."""
+    """The named files of an iteration; for an open one also the files that tasks without a record have written so far."""
     entries = list(files.entries.values())
     if files.manifest:
         return entries
@@ -123,7 +123,7 @@ def _entries(files: IterationFiles) -> list[FileEntry]:
 
 
 def _metrics(folder: RunFolder) -> pa.Table:
-    """Every figure of the committed iterations, a row each; held-out figures from before training are at iteration 0."""
+    """Every metric of the committed iterations, a row each; held-out metrics from before training have iteration 0."""
     rows = [
         {"iteration": number, "name": name, "value": value}
         for number, figures in figures_of(folder)
@@ -148,9 +148,9 @@ def _evaluations(folder: RunFolder, committed: int, opened: Sequence[int]) -> li
 
 
 def _check_reads(query: str) -> None:
-    """Raise QueryError for a statement that does more than read: some, such as COPY, may write over a view's file."""
+    """Raise QueryError for a statement that does more than read: some, such as COPY, could overwrite a view's file."""
     for statement in duckdb.extract_statements(query):
-        # of PIVOT DuckDB says no more than that it is several statements; so it says of a COPY of one
+        # DuckDB reports PIVOT only as several statements, and a COPY of a PIVOT too
         first = statement.query.split(maxsplit=1)[:1]
         if statement.type != duckdb.StatementType.SELECT and not (
             statement.type == duckdb.StatementType.MULTI
@@ -164,7 +164,7 @@ def _check_reads(query: str) -> None:
 
 
 def _close(connection: duckdb.DuckDBPyConnection, files: Sequence[str]) -> None:
-    """From now on the connection reads these files and no others, writes none, and asks no address. Nothing opens it again."""
+    """From now on the connection reads only these files, writes none, and opens no address. No statement can undo this."""
     listed = ", ".join(map(quoted, files))
     for setting in (
         f"allowed_paths = [{listed}]",
@@ -180,7 +180,7 @@ def _close(connection: duckdb.DuckDBPyConnection, files: Sequence[str]) -> None:
 def _view(
     connection: duckdb.DuckDBPyConnection, name: str, files: list[tuple[Store, FileEntry]], columns: str
 ) -> list[str]:
-    """Make the view; returns the files that it reads."""
+    """Create the view; returns the files that it reads."""
     in_threads(lambda file: file[0].verify(file[1]), files)
     read = [store.url_of(entry.path) for store, entry in files]
     listed = ", ".join(map(quoted, read))
@@ -193,7 +193,7 @@ def _view(
 
 
 def _views_of(query: str) -> Collection[str]:
-    """The views that a query reads; all where DuckDB cannot say before it sees their columns."""
+    """The views that a query reads; all views if DuckDB cannot tell before it has their columns."""
     try:
         return duckdb.connect().get_table_names(query) or ALL
     except duckdb.Error:

@@ -1,6 +1,6 @@
-"""The columns of the views of `millrace sql`: those of the stored tables, with prompts and labels as text.
+"""The columns of the views of `millrace sql`: the stored tables' columns, with prompts and labels as text.
 
-Owns what differs from the tables (docs/tables.md has every column): text in place of JSON, the system message that was sent,
+Owns the differences from the tables (docs/tables.md has every column): text instead of JSON, the system message that was sent,
 iterations counted from 1, and whether the iteration is committed.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Text of a prompt: a bare one as it is, else its messages without a leading system message; a single user message as it is.
+# Text of a prompt: a plain text or a single user message unchanged, else its messages without a leading system message.
 MACROS = """
 CREATE MACRO its_system(x) AS CASE WHEN json_type(x) = 'ARRAY' AND x->>'$[0].role' = 'system' THEN x->>'$[0].content' END;
 CREATE MACRO its_messages(x) AS CASE WHEN its_system(x) IS NULL THEN from_json(x, '["JSON"]')
@@ -19,12 +19,12 @@ CREATE MACRO messages_text(them) AS CASE WHEN len(them) = 1 AND them[1]->>'role'
 CREATE MACRO prompt_text(x) AS CASE WHEN json_type(x) = 'ARRAY' THEN messages_text(its_messages(x)) ELSE x->>'$' END;
 """
 WITH_PROMPT = {"prompts": "source", "samples": "source", "batches": "source", "evaluations": "set"}
-REUSING = ("verdicts", "batches")  # which name the iteration that generated a reused sample
+REUSING = ("verdicts", "batches")  # name the iteration that generated a reused sample
 DONE = r"""CAST(regexp_extract(filename, '(\d+)\.parquet$', 1) AS INTEGER)"""
 
 
 def columns_of(view: str, settings: dict[str, Any], committed: int) -> str:
-    """What a view selects. settings: the run's configuration. committed: how many iterations are."""
+    """The columns that a view selects. settings: the run's configuration. committed: number of committed iterations."""
     changed, added = [], []
     if view in WITH_PROMPT:
         changed += ["prompt_text(prompt) AS prompt", "label->>'$' AS label"]

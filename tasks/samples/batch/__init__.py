@@ -1,1 +1,1 @@
-"""The batch that an iteration trains: the groups in it, and where their rows come from."""
+"""The batch that an iteration trains: its groups, and the sources of their rows."""

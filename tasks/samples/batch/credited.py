@@ -1,7 +1,7 @@
-"""Chosen groups with their stored samples, what these are worth, and the chunks that they are passed in.
+"""Chosen groups with their stored samples, credit, and chunks.
 
-What filter makes of a batch and eager_passes of its first chunks: the rows of a chunk are the same from both. Knows nothing of
-why a group was chosen.
+filter uses it for a batch and eager_passes for its first chunks, so that both make the same rows of a chunk. Does not know why
+a group was chosen.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from millrace.tasks.samples.batch.kept_groups import KeptGroups, read_kept
 from millrace.tasks.samples.judging import reward_of
 from millrace.tasks.samples.scored_group import ScoredGroup
 
-CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only a user's function takes longer than a moment
+CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only a user's function takes long
 
 
 def read_chosen(ctx: IterationContext, groups: list[ScoredGroup]) -> KeptGroups:
-    """The groups that are trained, with their scored samples. With shards, of the parts that count: one that was replaced may
-    still write."""
+    """The groups that are trained, with their scored samples. Parts of replaced shards do not count."""
     if ctx.shards is None:
         paths = list_parts(ctx.folder, "rollouts")
     else:
@@ -34,7 +33,7 @@ def read_chosen(ctx: IterationContext, groups: list[ScoredGroup]) -> KeptGroups:
 
 
 def sample_ids(ctx: IterationContext, group: ScoredGroup) -> list[str]:
-    """The group's samples, rollout by rollout; of one that was not made, the one that it would have been."""
+    """The group's samples, rollout by rollout; for a rollout that was not made, the id that it would have."""
     return [
         sid
         for index in range(ctx.config.rollout.samples_per_prompt)
@@ -43,7 +42,7 @@ def sample_ids(ctx: IterationContext, group: ScoredGroup) -> list[str]:
 
 
 async def credited(ctx: IterationContext, kept: KeptGroups) -> SampleCredit:
-    """Shaped rewards and advantages of the scored samples, from the worker process."""
+    """Shaped rewards and advantages of the scored samples, computed in the worker process."""
     samples = ScoredSamples(
         rewards=[reward_of(score) for score in kept.scores],
         group_ids=_numbered([(score.group_id, score.role) for score in kept.scores]),
@@ -74,6 +73,6 @@ def chunk_rows(ctx: IterationContext, kept: KeptGroups) -> list[int]:
 
 
 def _numbered(keys: Sequence[Hashable]) -> list[int]:
-    """The keys as numbers from 0, in the order they first come."""
+    """The keys as numbers from 0, in the order of their first occurrence."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -1,8 +1,9 @@
-"""eager_passes: the passes of a batch's first chunks, while the rest of it is generated (pipeline.eager).
+"""eager_passes: makes the passes of a batch's first chunks while the rest of it is generated (pipeline.eager).
 
-Beside rollout, reward and filter. Reads parts of samples and the filter's verdicts as they land; writes eager/chunk-*.parquet, rows
-as the batch will have them, which the ranks read and train_step removes. Commits nothing, and has no record: gradients are no
-state. What a dead trainer held, what another start did not get to, and the last chunk are passed by train_step.
+Runs beside rollout, reward and filter. Reads parts of samples and the filter's verdicts as they land; writes
+eager/chunk-*.parquet, rows as the batch will have them, which the ranks read and train_step removes. Commits nothing, and has
+no record: gradients are no stored state. train_step passes chunks that a dead trainer held, chunks that an earlier start did
+not reach, and the last chunk.
 """
 
 from __future__ import annotations
@@ -61,22 +62,22 @@ async def eager_passes(ctx: IterationContext) -> int:
 
 
 class _Chunks:
-    """The chunks of an iteration whose groups are known, each in a file."""
+    """The chunks of an iteration with known groups, each in a file."""
 
     def __init__(self, ctx: IterationContext) -> None:
         self._ctx = ctx
         self._size = ctx.config.pipeline.chunk_groups(ctx.config.rollout.prompts)
-        self._groups = 0  # in chunks
+        self._groups = 0  # groups in chunks so far
         self.files: list[FileEntry] = []
 
     def next_of(self, stream: Stream) -> list[ScoredGroup]:
-        """The groups of the next chunk, if they are all known; none of the last chunk, which is whole when the batch is."""
+        """The groups of the next chunk, if they are all known; never the last chunk, which ends with the batch."""
         end = self._groups + self._size
         whole = end <= len(stream.kept) and end < self._ctx.fresh_groups
         return list(stream.kept[self._groups : end]) if whole else []
 
     async def write(self, groups: list[ScoredGroup]) -> None:
-        """Write the rows of the next chunk. One without rows is none."""
+        """Write the rows of the next chunk. Without rows there is no chunk."""
         ctx = self._ctx
         kept = await asyncio.to_thread(read_chosen, ctx, groups)
         self._groups += len(groups)
@@ -90,7 +91,7 @@ class _Chunks:
 
 
 async def _pass(ctx: IterationContext, number: int, file: FileEntry) -> int:
-    """Have the ranks pass a chunk; how many they hold then. Ranks that were lost are built again, and hold none."""
+    """Let the ranks pass a chunk; returns the number of chunks they then hold. Lost ranks are rebuilt and hold none."""
     async with ctx.runtime.memory.for_trainer() as trainer:
         ranks = await trainer.at(ctx.version_before)
         await kill_point(ctx.index, "eager_passes", "before")

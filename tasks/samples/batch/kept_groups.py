@@ -1,6 +1,6 @@
 """The groups that an iteration trains, and the batch that they make.
 
-Owns the order of the batch and its columns. Knows nothing of why a group was kept.
+Owns the order of the batch and its columns. Does not know why a group was kept.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from millrace.tasks.samples.batch.row_sources import Place, RowSources
 from millrace.tasks.samples.scored_group import ScoredGroup
 
 ASKED = ["sample_id", "turns", "response_length", "status", "iteration", "policy_versions"]
-"""Columns of rollouts that are read of all rows at once: none with a value a token."""
+"""Columns of rollouts that are read for all rows at once: none with a value for each token."""
 
 
 @dataclass
 class KeptGroups:
-    """The groups that are trained on, in drawing order, and what is stored of their scored samples, row by row."""
+    """The groups that are trained on, in drawing order, and the stored rows of their scored samples."""
 
     groups: list[ScoredGroup]
     rows: pa.Table  # the columns ASKED
     scores: list[ScoredSample]
-    places: list[Place] = field(default_factory=list)  # where each row's other columns are
+    places: list[Place] = field(default_factory=list)  # the place of each row's other columns
     sources: RowSources = field(default_factory=RowSources)
     reused: dict[str, Reuse] = field(
         default_factory=dict
-    )  # those that an earlier iteration generated, by group
+    )  # groups that an earlier iteration generated, by group
 
 
 def read_kept(
@@ -48,15 +48,15 @@ def read_kept(
     groups: list[ScoredGroup],
     ids_of: Callable[[ScoredGroup], list[str]],
 ) -> KeptGroups:
-    """The kept groups with the scored samples of theirs that generated something.
+    """The kept groups with their scored samples that have tokens.
 
-    landed: reads parts. paths: those of samples. ids_of: a group's samples, in order. Raises MissingFileError for a scored sample
-    without a row: a part is gone, and the batch would be another one without it.
+    landed: reads parts. paths: parts of samples. ids_of: a group's samples, in order. Raises MissingFileError for a scored
+    sample without a row: a part is missing, and without it the batch would differ.
     """
     sources = RowSources()
     tables = in_threads(lambda path: landed.read(path, ASKED), paths)
     places: dict[str, Place] = {}
-    where: dict[str, int] = {}  # among the rows of all parts
+    where: dict[str, int] = {}  # by sample id, its row among all parts
     stored: set[str] = set()
     first = 0
     for path, table in zip(paths, tables, strict=True):
@@ -64,7 +64,8 @@ def read_kept(
         named = zip(table.column("sample_id").to_pylist(), table.column("turns").to_pylist(), strict=True)
         for at, (sid, turns) in enumerate(named):
             stored.add(sid)
-            if turns:  # what generated nothing is not trained
+            # a sample without tokens is not trained
+            if turns:
                 places[sid], where[sid] = (source, at), first + at
         first += len(table)
     scored = [
@@ -87,7 +88,7 @@ def read_kept(
 
 
 def with_reused(kept: KeptGroups, reused: list[Reuse]) -> KeptGroups:
-    """The batch's groups in the order in which steps are cut: the reused ones at equal distances among the others."""
+    """The batch's groups in the order of steps: reused groups at equal distances among the others."""
     fresh = len(kept.groups)
     groups = [*kept.groups, *(item.group for item in reused)]
     scores = [*kept.scores, *(score for item in reused for score in item.group.scores.values())]
@@ -128,7 +129,7 @@ def batch_pieces(kept: KeptGroups, credit: SampleCredit, steps: dict[str, int]) 
 def _added(
     kept: KeptGroups, credit: SampleCredit, steps: dict[str, int], span: slice
 ) -> dict[str, Sequence[object]]:
-    """The columns that a batch has beside those of rollouts, of some of its rows."""
+    """The columns that a batch has in addition to a rollout's, for some of its rows."""
     scores = kept.scores[span]
     reuses = [kept.reused.get(score.group_id) for score in scores]
     return {
@@ -150,9 +151,10 @@ def _added(
 
 
 def check_ages(ctx: IterationContext, kept: KeptGroups) -> None:
-    """Assert that no token of a batch is older than pipeline.max_staleness, or than what its group was deferred under.
+    """Assert that no token of a batch is older than pipeline.max_staleness, or than its group's deferral allows.
 
-    Iterations open and groups are deferred so that this holds; nothing is dropped for its age. Stored rollouts are as old as they are.
+    The opening of iterations and the deferral of groups ensure this; nothing is dropped for its age. Stored rollouts are not
+    checked.
     """
     if ctx.config.pipeline.rollouts_from:
         return

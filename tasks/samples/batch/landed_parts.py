@@ -1,4 +1,4 @@
-"""Parts of samples, read as they land: few are left to read once the batch is known, while GPUs wait.
+"""Parts of samples, read as they land, so that few are left to read when the batch is known and GPUs wait.
 
 Owns which of them stay decoded. Knows nothing of groups.
 """
@@ -14,7 +14,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.tasks.stream import Stream
 
-KEPT_BYTES = 128 << 20  # of decoded parts; those beyond are read when they are asked for
+KEPT_BYTES = 128 << 20  # of decoded parts; further parts are read when they are needed
 
 
 class LandedParts:
@@ -26,7 +26,7 @@ class LandedParts:
 
     @property
     def url(self) -> str:
-        """Where the parts are."""
+        """The folder of the parts."""
         return self._folder.url_of("rollouts")
 
     def read(self, path: str, columns: list[str] | None = None) -> pa.Table:
@@ -37,9 +37,9 @@ class LandedParts:
         return kept.select(columns) if columns else kept
 
     async def follow(self, stream: Stream) -> None:
-        """Read parts as they land, as long as there is room, until the filter has settled.
+        """Read parts as they land, as long as memory allows, until the filter has settled.
 
-        One that cannot be read is left to whoever asks for it.
+        A part that cannot be read raises later, when it is needed.
         """
         seen: set[str] = set()
         room = KEPT_BYTES
@@ -54,5 +54,5 @@ class LandedParts:
             await stream.wait(revision)
 
     def forget(self) -> None:
-        """Let go of what is decoded: the batch is written."""
+        """Free the decoded parts: the batch is written."""
         self._kept.clear()

@@ -1,4 +1,4 @@
-"""Groups that an earlier iteration trained, as this iteration trains them again.
+"""Groups that an earlier iteration trained, and that this iteration trains again.
 
 Owns how they are read: from the batch that the earlier iteration's manifest names, checked against it. A sample keeps its
 id, tokens, log-probabilities and reward; credit and step are this iteration's.
@@ -21,7 +21,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.scored_group import ScoredGroup
 
 REASON = "reused"
-REUSED = f"kept: {REASON}"  # in counts of verdicts
+REUSED = f"kept: {REASON}"  # key in counts of verdicts
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Reuse:
 
     group: ScoredGroup
     rollouts: pa.Table
-    iteration: int  # that generated it
-    uses: int  # with this one
+    iteration: int  # the iteration that generated it
+    uses: int  # times that it was trained, this time included
 
 
 def read_reused(ctx: IterationContext) -> list[Reuse]:
     """The groups that this iteration trains again, as their iterations stored them, in the order of the choice.
 
-    Raises MissingFileError or CorruptFileError for a file of an earlier iteration that is gone or changed.
+    Raises MissingFileError or CorruptFileError for a missing or changed file of an earlier iteration.
     """
     by_iteration: dict[int, list[ReusedGroup]] = {}
     for item in ctx.reused:
@@ -78,7 +78,7 @@ def _scores(samples: pa.Table) -> Iterable[ScoredSample]:
 
 
 def _of_this_iteration(samples: pa.Table, index: int) -> pa.Table:
-    """Rows of a batch as rows of rollouts that belong to iteration `index`."""
+    """Turn rows of a batch into rows of rollouts of iteration `index`."""
     wanted = schema.schema("rollouts")
     rollouts = samples.select(wanted.names).cast(wanted)
     at = wanted.get_field_index("iteration")
@@ -86,7 +86,7 @@ def _of_this_iteration(samples: pa.Table, index: int) -> pa.Table:
 
 
 def reused_samples(reused: Iterable[Reuse], steps: Mapping[str, int]) -> list[JudgedSample]:
-    """The verdicts on reused samples: each use has its own. steps: weight version that a sample's step makes."""
+    """The verdicts on reused samples: each use has its own. steps: weight version that each sample's step makes."""
     return [
         JudgedSample(
             sample_id=sample,

@@ -1,6 +1,6 @@
-"""Rows of several stored tables in one order, a bounded part of them in memory.
+"""Rows of several stored tables in one order, with a bounded part of them in memory.
 
-Owns which table is read when, and how many stay decoded. Knows nothing of what the rows are for.
+Owns which table is read when, and how many stay decoded. Does not know the use of the rows.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
-Place = tuple[int, int]  # number of a source, row there
-PIECE_TOKENS = 1 << 20  # of a piece, unless one row has more
+Place = tuple[int, int]  # number of a source, row in it
+PIECE_TOKENS = 1 << 20  # tokens of a piece, unless one row has more
 PIECE_ROWS = 4096
-AT_ONCE = 8  # tables that are read
+AT_ONCE = 8  # tables that are read at once
 KEPT_BYTES = 128 << 20  # of decoded tables
 
 
@@ -23,15 +23,15 @@ class RowSources:
 
     def __init__(self) -> None:
         self._reads: list[Callable[[], pa.Table]] = []
-        self._kept: OrderedDict[int, pa.Table] = OrderedDict()  # the last used one last
+        self._kept: OrderedDict[int, pa.Table] = OrderedDict()  # the last used table is last
 
     def add(self, read: Callable[[], pa.Table]) -> int:
-        """Take a table in; returns its number. read: is called whenever its rows are wanted and it was let go."""
+        """Add a table; returns its number. read: is called when its rows are needed and not in memory."""
         self._reads.append(read)
         return len(self._reads) - 1
 
     def pieces(self, places: Sequence[Place], tokens: Sequence[int]) -> Iterator[tuple[slice, pa.Table]]:
-        """The rows at these places, in this order, in pieces of some million tokens: which of the places, and their rows.
+        """The rows at these places, in this order, in pieces of some million tokens: a slice of the places, and its rows.
 
         tokens: of each row.
         """
@@ -62,7 +62,7 @@ class RowSources:
         return rows if order == sorted(order) else rows.combine_chunks().take(order)
 
     def _tables(self, sources: list[int]) -> list[tuple[int, pa.Table]]:
-        """The tables of a few sources; those that are not kept are read at once."""
+        """The tables of a few sources; tables that are not in memory are read concurrently."""
         missing = [source for source in sources if source not in self._kept]
         with ThreadPoolExecutor(AT_ONCE) as threads:
             read = dict(zip(missing, threads.map(lambda source: self._reads[source](), missing), strict=True))

@@ -1,1 +1,1 @@
-"""Answers that were begun before: what is stored of them, and what follows on it."""
+"""Unfinished answers: their stored segments, and their continuation."""

@@ -1,7 +1,7 @@
-"""An answer under way, as the segments that are stored of it: what counts of them after a kill, and what follows on it.
+"""The stored segments of an unfinished answer: which count after a kill, and how the answer continues.
 
-Owns that segments meet: each row names the hash of all ids before it, and one that does not follow on what counts is left out,
-with all after it. They are rows of turns/, as those of rollouts of several turns are.
+Owns that segments fit together: each row has the hash of all ids before it. A row that does not follow the previous ones is
+left out, with all after it. Segments are rows of turns/, like the turns of rollouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace.tasks.samples.segments.made import Made
 
 
 class AnswerSegments:
-    """The segments of one answer: those of earlier attempts, and where the next are stored."""
+    """The segments of one answer: read from earlier attempts, and stored as the answer grows."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class AnswerSegments:
         writer: PartWriter,
         text_of: Callable[[Sequence[int]], str],
     ) -> None:
-        """before: what earlier iterations made. rows: all that are stored of the sample."""
-        self.made = before  # what counts, when this attempt began
+        """before: the part that earlier iterations made. rows: all stored rows of the sample."""
+        self.made = before  # the valid tokens when this attempt started
         self._group, self._sample, self._seed = group, sample, seed
         self._writer, self._text_of = writer, text_of
         self._ids = [*group.prompt_tokens, *before.output_ids.tolist()]
@@ -50,7 +50,7 @@ class AnswerSegments:
         self._begun_at = len(self._ids)
 
     def put(self, piece: Generation) -> Callable[[], bool]:
-        """Have a segment stored, which follows on all before it. What is returned says whether it is by now."""
+        """Store a segment, which follows all earlier ones; returns a function that tells whether it is stored."""
         rows = []
         if self._left_out is not None:
             rows.append(self._row("resumed", event=self._left_out))
@@ -75,13 +75,13 @@ class AnswerSegments:
         return self._writer.put([*rows, row])
 
     def put_rest(self, made: Generation) -> None:
-        """Have what of an answer was not put yet stored. made: all that this attempt made of it."""
+        """Store the rest of an answer. made: all tokens that this attempt made."""
         start = len(self._ids) - self._begun_at
         if len(made.output_ids) > start:
             self.put(segment(made, start))
 
     async def settled(self) -> None:
-        """Wait until what was put is stored."""
+        """Wait until all segments are stored."""
         await self._writer.settled(at_once=True)
 
     def _row(self, kind: TurnKind, **given: Any) -> TurnRow:

@@ -1,4 +1,4 @@
-"""What was generated of an answer before, and the whole answer with what is generated now. Pure."""
+"""The earlier part of an answer, and the whole answer with its new part. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millrace.tasks.samples.generation import Answer
 
 @dataclass(frozen=True)
 class Made:
-    """What was generated of an answer before."""
+    """The earlier part of an answer."""
 
     output_ids: npt.NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS.ids)
     logprobs: npt.NDArray[np.float64] = field(default_factory=lambda: NO_TOKENS.logprobs)
@@ -26,7 +26,7 @@ class Made:
 
     @classmethod
     def of(cls, row: GeneratedSample | None) -> Made:
-        """Of the row of a sample that was cut; nothing of None."""
+        """The part in the row of a cut sample; empty for None."""
         if row is None:
             return cls()
         length = row.response_length
@@ -35,7 +35,7 @@ class Made:
         return cls(ids, logprobs, _versions(row.policy_versions), row.engine_id)
 
     def plus(self, row: TurnRow) -> Made:
-        """The same with a segment more."""
+        """This part with one more segment."""
         return Made(
             np.concatenate([self.output_ids, np.asarray(row.output_ids, dtype=np.int32)]),
             np.concatenate([self.logprobs, np.asarray(row.rollout_logprobs, dtype=np.float64)]),
@@ -44,7 +44,7 @@ class Made:
         )
 
     def then(self, answer: Answer, text_of: Callable[[Sequence[int]], str]) -> Answer:
-        """The whole answer, with what was generated now. One that failed has no tokens."""
+        """The whole answer, with its new part. A failed answer has no tokens."""
         if not len(self.output_ids) or answer.status == "failed":
             return answer
         new = answer.generation or replace(NOTHING, engine_id=self.engine_id)
