@@ -10,7 +10,7 @@ from millrace.core.errors import ConfigError
 def read_secret(block: str, where: str) -> str:
     """The text in a Secret block. Starts the local server if none is configured. `where` is the field that refers to the block.
 
-    Raises ConfigError if there is no such block, it holds no text, or the server does not answer.
+    Raises ConfigError if the block does not exist or holds no text, or if the server does not answer.
     """
     url = ensure_server()
     import httpx

@@ -454,7 +454,7 @@ def _read() -> HeadRecord | None:
         or len(record["pids"]) != len(record["created"])
         or not head_folder.is_heads(record["folder"])
     ):
-        log.warning("%s is no record of a Ray head: what it was about, if anything, is ended", _path())
+        log.warning("%s is no record of a Ray head: any such head is ended", _path())
         return None
     return record
 

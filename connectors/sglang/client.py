@@ -187,7 +187,7 @@ class EngineClient(Connection):
                     await self.abort(rid)
         if answer is None or not answer["meta_info"]["finish_reason"]:
             raise EngineLostError(
-                f"{self.engine_id}: its answer has no end", where=f"request {without_sender(rid)}"
+                f"{self.engine_id}: its answer was cut off", where=f"request {without_sender(rid)}"
             )
         return answer
 

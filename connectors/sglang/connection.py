@@ -88,7 +88,7 @@ class Connection:
                     if data == DONE:
                         return
                     yield await self._read(data, path, parse)
-        raise EngineLostError(f"{self.engine_id}: {path} ended amid its answer")
+        raise EngineLostError(f"{self.engine_id}: the answer of {path} was cut off")
 
     @contextlib.asynccontextmanager
     async def _answer(

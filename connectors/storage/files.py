@@ -73,7 +73,7 @@ def recorded(files: Iterable[Any], where: str) -> list[FileEntry]:
         reason = error.errors()[0]
         at = ".".join(map(str, reason["loc"]))
         raise CorruptFileError(
-            f"a file that it names has no place: {at}: {reason['msg']}",
+            f"it names a file wrongly: {at}: {reason['msg']}",
             where=where,
             remedy="restore it from a copy",
         ) from error

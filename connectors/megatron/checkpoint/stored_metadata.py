@@ -78,11 +78,11 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     except WRONG as error:
         raise _refused(path, str(error)) from error
     if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):
-        raise _refused(path, "it is no table of contents")
+        raise _refused(path, "it is not a table of contents")
     for place in read.storage_data.values():
         name = place.relative_path if isinstance(place, filesystem._StorageInfo) else place
         if name not in files:
-            raise _refused(path, f"it names {name!r}, which is no file of the checkpoint")
+            raise _refused(path, f"it names {name!r}, which is not a file of the checkpoint")
     return read
 
 

@@ -41,7 +41,7 @@ class StreamedAnswer:
         """The answer so far after an event, in the form of `read_answer`. Raises ValueError if the data is not an event of an answer."""
         answer = read_answer(data)
         if not isinstance(answer, dict) or "meta_info" not in answer:
-            raise ValueError(f"{data[:200]!r} is no event of an answer")
+            raise ValueError(f"{data[:200]!r} is not an event of an answer")
         meta = answer["meta_info"]
         new: OutputTokens = meta["output_token_logprobs"]
         before, made = len(self._tokens.ids), meta["completion_tokens"]
@@ -54,6 +54,6 @@ class StreamedAnswer:
             )
             self._text += answer["text"]
         else:
-            raise ValueError(f"{len(new.ids)} tokens came after {before}, which are said to be {made}")
+            raise ValueError(f"{len(new.ids)} tokens came after {before}, but the event counts {made}")
         meta["output_token_logprobs"] = self._tokens
         return {**answer, "text": self._text}

@@ -82,7 +82,7 @@ class LocalServer:
         try:
             return _record.validate_json(text)
         except ValidationError:
-            log.warning("%s is no record of a %s: what it was about is ended", self._path("json"), self.title)
+            log.warning("%s is no record of a %s: any such server is ended", self._path("json"), self.title)
             return None
 
     def alive(self) -> bool:

@@ -1,1 +1,1 @@
-"""What an iteration leaves for good: its manifest, and summaries of many manifests."""
+"""The final records of iterations: manifests, and summaries of many manifests."""

@@ -103,10 +103,10 @@ class _Lines:
         """The line of a row, without a byte order mark."""
         if zlib.crc32(line) != self.checksums[row]:
             raise DataError(
-                f"row {row} of {self.files.store.url_of(self.name)} is not the one that stood there when the run started",
+                f"row {row} of {self.files.store.url_of(self.name)} has changed since the run started",
                 where=where(self.source),
-                remedy="put the file back as it was and start the same command again; or start it with "
-                "data.allow_changes=true, which goes on with what the file holds then",
+                remedy="restore the file and start the same command again; or start it with data.allow_changes=true to continue "
+                "with the file's new content",
             )
         return line if row else line.removeprefix(MARK)
 

@@ -1,6 +1,6 @@
-"""The messages of an Arrow stream, each looked at before it is unpacked: its head says how many bytes and values it stands for.
+"""Checks each message of an Arrow stream before it is unpacked: its header tells how many bytes and values it unpacks to.
 
-Owns what is read of the heads, which are flatbuffers (Arrow's format/Message.fbs has the fields). Arrow has checked their offsets.
+Owns parsing the headers, which are flatbuffers (Arrow's format/Message.fbs has the fields). Arrow has checked their offsets.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import pyarrow as pa
 
 from millrace.connectors.storage.sources.unpacked import ALWAYS, LARGEST_ROW, PACKED, TooLargeError
 
-# fields of the tables Message, DictionaryBatch and RecordBatch, by their places
+# numbers of the fields in the tables Message, DictionaryBatch and RecordBatch
 HEADER_TYPE, HEADER = 1, 2
 DATA = 1
 LENGTH, NODES, BUFFERS, COMPRESSION = range(4)
 DICTIONARY_BATCH, RECORD_BATCH = 2, 3  # types of headers
 PAIR = struct.Struct("<qq")  # a node (values, nulls) or a buffer (offset, size)
-VALUE = 8  # bytes that looking at a value takes, even of one that takes none in the file
-SIZE = struct.Struct("<q")  # what a compressed buffer begins with: its bytes unpacked, or AS_IT_IS
+VALUE = 8  # bytes of memory that reading a value takes, even if it takes none in the file
+SIZE = struct.Struct("<q")  # the start of a compressed buffer: its unpacked bytes, or AS_IT_IS
 AS_IT_IS = -1
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a message stands for. rows: of a record batch, else 0. size: bytes once it is unpacked. packed: bytes in the file."""
+    """The size of a message. rows: of a record batch, else 0. size: bytes after unpacking. packed: bytes in the file."""
 
     rows: int
     size: int
@@ -37,19 +37,19 @@ class Content:
 
 
 def contents(data: Any) -> Iterator[tuple[pa.Message, Content]]:
-    """The messages of a stream, one at a time. Raises ArrowInvalid for a stream that is torn."""
+    """The messages of a stream, one at a time. Raises ArrowInvalid if the stream is torn."""
     for message in pa.ipc.MessageReader.open_stream(_Ended(data)):
         yield message, _content(message)
 
 
 class CheckedStream(io.RawIOBase):
-    """An Arrow stream as a file. Raises TooLargeError at a message that stands for far more than it holds."""
+    """An Arrow stream as a file. Raises TooLargeError at a message that unpacks to far more than its size."""
 
     def __init__(self, data: Any, size: int) -> None:
-        """size: of the file."""
+        """size: bytes of the file."""
         self._messages = contents(data)
         self._allowed = max(ALWAYS, PACKED * size)
-        self._kept = 0  # bytes of dictionaries, which stay while the batches are read
+        self._kept = 0  # bytes of dictionaries, which stay in memory while the batches are read
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
@@ -82,7 +82,7 @@ class CheckedStream(io.RawIOBase):
 
 
 class _Ended(io.RawIOBase):
-    """A file of which no more is asked than it has: a message may say that it has any number of bytes."""
+    """A file that never reads past its end, since a message may claim any number of bytes."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -122,20 +122,20 @@ def _content(message: pa.Message) -> Content:
 
 
 def _unpacked(body: memoryview, start: int, size: int) -> int:
-    """The bytes of a compressed buffer once it is unpacked."""
+    """The unpacked bytes of a compressed buffer."""
     if size < SIZE.size or start < 0 or start + size > len(body):
-        return 0  # it is empty, or Arrow refuses it
+        return 0  # the buffer is empty, or Arrow will refuse it
     said = int(SIZE.unpack_from(body, start)[0])
     return size if said == AS_IT_IS else max(0, said)
 
 
 def _table(head: memoryview, at: int) -> int:
-    """The table that an offset leads to."""
+    """The position of the table to which an offset points."""
     return at + int.from_bytes(head[at : at + 4], "little")
 
 
 def _field(head: memoryview, table: int, number: int) -> int:
-    """Where a table's field lies; 0 for one that it has not."""
+    """The position of a table's field; 0 if the table does not have it."""
     fields = table - int.from_bytes(head[table : table + 4], "little", signed=True)
     place = 4 + 2 * number
     if place >= int.from_bytes(head[fields : fields + 2], "little"):
@@ -145,7 +145,7 @@ def _field(head: memoryview, table: int, number: int) -> int:
 
 
 def _pairs(head: memoryview, table: int, number: int) -> list[tuple[int, int]]:
-    """The pairs of numbers in a field that is a list of them."""
+    """The items of a field that is a list of pairs of numbers."""
     at = _field(head, table, number)
     if not at:
         return []
