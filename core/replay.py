@@ -1,8 +1,7 @@
 """A repeated step: its settings, and whether it equals the recorded step.
 
-A step follows from the weights, its batch, the configuration and the machine's arithmetic. The last two are stored with its
-metrics as `settings`. Steps of earlier releases have none: their learning rate is among the metrics, the rest comes from the
-run's configuration.
+A step follows from the weights, its batch, the configuration and the machine's arithmetic. The last two are kept with its
+figures as `settings`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def settings_of(config: RunConfig, numerics: Mapping[str, Any]) -> StepSettings:
     return {"configuration": _laid_over(config, sections, None), "numerics": dict(numerics)}
 
 
-class StepNumbers(TypedDict, total=False):
-    """The optimizer's numbers for one step; the configuration has the missing ones."""
+class StepNumbers(TypedDict):
+    """What the optimizer makes one step with."""
 
     lr: float
     betas: tuple[float, float]
@@ -56,37 +55,25 @@ class StepNumbers(TypedDict, total=False):
 
 
 def numbers_of(recorded: StepMetrics, prefix: str = "") -> StepNumbers:
-    """The optimizer's numbers of a recorded step; the configuration has the missing ones.
+    """The optimizer's numbers of a recorded step.
 
     prefix: of the model's metrics, "critic_" for the critic.
     """
     figures: Mapping[str, Any] = recorded
-    numbers = {"lr": figures[f"{prefix}lr"]} if f"{prefix}lr" in figures else {}
-    if "settings" in recorded:
-        optimizer = recorded["settings"]["configuration"]["trainer"]["optimizer"]
-        numbers |= {name: optimizer[name] for name in NUMBERS}
+    optimizer = recorded["settings"]["configuration"]["trainer"]["optimizer"]
+    numbers = {"lr": figures[f"{prefix}lr"], **{name: optimizer[name] for name in NUMBERS}}
     return cast(StepNumbers, numbers)
-
-
-def was_whitened_apart(recorded: StepMetrics) -> bool:
-    """Whether a step was made when advantages were whitened over each step's samples, not the iteration's.
-
-    Steps of earlier releases, which stored no settings, were made so.
-    """
-    return "settings" not in recorded
 
 
 def settings_again(recorded: StepMetrics | None, now: StepSettings) -> StepSettings:
     """Settings of a step on this machine: its numerics, with the recorded configuration if the step is repeated."""
-    if recorded is None or "settings" not in recorded:
+    if recorded is None:
         return now
     return {**now, "configuration": recorded["settings"]["configuration"]}
 
 
 def check_trainer_fits(version: int, recorded: StepMetrics, now: StepSettings) -> None:
     """Raise TrainerError if this trainer was built with other settings than a step."""
-    if "settings" not in recorded:
-        return
     then, here = (dict(_flat(each["configuration"])) for each in (recorded["settings"], now))
     for path in then.keys() & here.keys():
         moved = path in MAY_MOVE and None not in (then[path], here[path])
@@ -115,15 +102,13 @@ def check_replayed(index: int, recorded: StepMetrics, again: StepMetrics, *, exa
 
 def is_exact(recorded: StepMetrics, again: StepMetrics) -> bool:
     """Whether a repeated step must be equal bit for bit: on a CPU, under the same numerics."""
-    if "settings" not in recorded or "settings" not in again:
-        return False
     then, now = recorded["settings"]["numerics"], again["settings"]["numerics"]
     return then == now and now.get("device") == "cpu" and bool(now.get("deterministic"))
 
 
 def _near(name: str, before: float, now: float, again: StepMetrics) -> bool:
     absolute, relative = LOSS_TOLERANCE if name == "loss" else NORM_TOLERANCE
-    coarse = "settings" in again and again["settings"]["numerics"].get("dtype") == "bfloat16"
+    coarse = again["settings"]["numerics"].get("dtype") == "bfloat16"
     factor = BFLOAT16_FACTOR if coarse else 1.0
     return abs(now - before) <= factor * (absolute + relative * abs(before))
 
@@ -135,8 +120,6 @@ def _figure(step: StepMetrics, name: str) -> float:
 
 def with_settings(config: RunConfig, recorded: StepMetrics) -> RunConfig:
     """The configuration under which a recorded step was made."""
-    if "settings" not in recorded:
-        return config
     values = config.model_dump(mode="json")
     return RunConfig.model_validate(
         values | _laid_over(config, values, recorded["settings"]["configuration"])

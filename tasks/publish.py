@@ -207,9 +207,10 @@ def _without_advantage(advantages: pa.ChunkedArray) -> int | None:
 def _parts(
     ctx: IterationContext, kind: str, record: RolloutRecord | RewardRecord, columns: list[str]
 ) -> pa.Table:
-    """The parts that a record names; all parts of the folder for records of earlier releases, which name none."""
-    entries = recorded(record["files"], ctx.folder.url) if "files" in record else None
-    return read_parts(ctx.folder, kind, kind, columns=columns, entries=entries)
+    """The parts that a record names."""
+    return read_parts(
+        ctx.folder, kind, kind, columns=columns, entries=recorded(record["files"], ctx.folder.url)
+    )
 
 
 def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
@@ -255,5 +256,5 @@ def _filter_metrics(fresh: int, record: FilterRecord) -> dict[str, float]:
         "filter/zero_variance_share": record["groups_zero_variance"] / max(1, judged),
         "filter/groups_generated": judged,
         "filter/surplus_factor": judged / fresh,
-        **{f"filter/dropped_{kind}": count for kind, count in record.get("dropped_by_kind", {}).items()},
+        **{f"filter/dropped_{kind}": count for kind, count in record["dropped_by_kind"].items()},
     }

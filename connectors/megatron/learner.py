@@ -115,24 +115,18 @@ class Learner:
     # the batches of an iteration
 
     def rank_batch(
-        self,
-        version: int,
-        batch_url: str,
-        rows: Sequence[Row],
-        batch_sha256: str | None = None,
-        *,
-        whiten_apart: bool = False,
+        self, version: int, batch_url: str, rows: Sequence[Row], batch_sha256: str | None = None
     ) -> RankBatch:
         """This rank's part of step `version`, with every per-token value but advantages. `rows`: the whole iteration's.
 
-        batch_sha256: the file's hash, for another batch may come to lie at its URL. whiten_apart: whiten each step's advantages by themselves, as steps of earlier releases were made.
+        batch_sha256: the file's hash, for another batch may come to lie at its URL.
         What a refused step computed is kept for its next try. Raises TrainerError, on every rank, if a later step asks for
         values of the weights from before the iteration, or a sample has a token that the teacher does not know.
         """
         if self._iteration is None or self._iteration.batch != (batch_url, batch_sha256):
             if self.teacher is not None:
                 self.teacher.check_tokens(rows)
-            batches = self._start_iteration(version, batch_url, rows, whiten_apart)
+            batches = self._start_iteration(version, batch_url, rows)
             steps = [row.train_step for row in rows]
             first_pass = range(min(steps), max(steps) + 1)
             self._iteration = _Iteration((batch_url, batch_sha256), first_pass, batches)
@@ -150,15 +144,13 @@ class Learner:
         if self.teacher is not None and "teacher" not in batch.computed:
             batch.set_per_token("teacher", self.teacher.logprobs(batch))
 
-    def _start_iteration(
-        self, version: int, batch_url: str, rows: Sequence[Row], whiten_apart: bool
-    ) -> dict[int, RankBatch]:
+    def _start_iteration(self, version: int, batch_url: str, rows: Sequence[Row]) -> dict[int, RankBatch]:
         """Batches from step `version` on, with all values under the weights from before the iteration."""
         steps, passes = sorted({row.train_step for row in rows}), self.config.trainer.passes
         old = self._needs_old(len(steps) * passes)
         # at a later step the weights have changed since sampling
         sampled = self._needs_sampled(len(steps) * passes) and version == steps[0]
-        whiten = self.algorithm.whiten and not self.objective.supervised and not whiten_apart
+        whiten = self.algorithm.whiten and not self.objective.supervised
         if (old or whiten or self.critic is not None) and version != steps[0]:
             raise TrainerError(
                 f"step {version} of {batch_url} needs log-probabilities, values or whitened advantages under the weights "

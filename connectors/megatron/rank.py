@@ -28,7 +28,6 @@ from millrace.core.replay import (
     numbers_of,
     settings_again,
     settings_of,
-    was_whitened_apart,
 )
 
 if TYPE_CHECKING:
@@ -182,8 +181,7 @@ class TrainerRank(RankWeights):
             metrics, packs, logprobs = self.chunks.finish(version, cut_into(rows, chunks))
         else:
             self.chunks.drop()
-            apart = recorded is not None and was_whitened_apart(recorded)
-            batch = self.learner.rank_batch(version, batch_url, every, batch_sha256, whiten_apart=apart)
+            batch = self.learner.rank_batch(version, batch_url, every, batch_sha256)
             if comparison is not None:
                 for step, gap in self.learner.logprob_gaps().items():
                     comparison.check([row for row in every if row.train_step == step], *gap, version)

@@ -60,7 +60,6 @@ class HeadRecord(TypedDict):
     pids: list[int]
     created: list[float]
     folder: str
-    token: NotRequired[bool]  # whether it asks for the token in MILLRACE_HOME; earlier ones did not
     ports: NotRequired[list[int]]  # of its raylet
 
 
@@ -95,7 +94,7 @@ def start_or_join(address: str | None, namespace: str) -> None:
     for attempt in range(1, STARTS + 1):
         head = address or local_head()
         record = _read() if address is None else None
-        head_token.bring(bool(record.get("token")) if record else None)
+        head_token.bring(local=address is None)
         try:
             with _one_try() if address is None else contextlib.nullcontext():
                 _connect(head, namespace)
@@ -373,7 +372,7 @@ def _start() -> str:
     environment.setdefault(KEPT_CALLS, "1000")
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
-    record: HeadRecord = {"address": "", "pids": [], "created": [], "folder": str(folder), "token": True}
+    record: HeadRecord = {"address": "", "pids": [], "created": [], "folder": str(folder)}
     # written before the start: if the start is interrupted, the next one finds and ends what is left of it
     _write(record)
     try:

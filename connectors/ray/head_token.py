@@ -17,17 +17,12 @@ def added(environment: Mapping[str, str]) -> dict[str, str]:
     return {**rest, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret_file(TOKEN))}
 
 
-def bring(asks: bool | None) -> None:
-    """Have this process bring the token to the local head, and to a configured cluster what its user set.
-
-    asks: whether the local head asks for it, as one that an earlier millrace started does not; None for a configured cluster.
-    """
+def bring(*, local: bool) -> None:
+    """Have this process bring the token to the local head, and to a configured cluster what its user set."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
-    if asks:
+    if local:
         wanted = added(os.environ)
-    elif asks is not None:
-        wanted = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     elif os.environ.get("RAY_AUTH_TOKEN_PATH") == str(home() / TOKEN) and "RAY_AUTH_TOKEN" not in os.environ:
         wanted = {name: value for name, value in os.environ.items() if name not in AUTHENTICATION}
     else:

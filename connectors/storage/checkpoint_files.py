@@ -60,17 +60,10 @@ def _recorded(run_folder: RunFolder, done: int) -> FileEntry | None:
 
 
 def checkpoint_files(run_folder: RunFolder, done: int, version: int | None = None) -> list[FileEntry]:
-    """The entries of a checkpoint's files as its marker names them, relative to its folder; checks the marker as `check_marker`.
-
-    Earlier versions put them into a bucket behind a second slash: there their paths begin with one.
-    """
+    """The entries of a checkpoint's files as its marker names them, relative to its folder; checks the marker as `check_marker`."""
     marker = check_marker(run_folder, done, version)
     store = run_folder.store.child(run_folder.checkpoint_path(done))
-    entries = recorded(marker["files"], store.url_of(COMPLETE))
-    first = next((f"/{entry.path}" for entry in entries), None)
-    if store.local or first is None or not store.exists(first):
-        return entries
-    return [entry.model_copy(update={"path": f"/{entry.path}"}) for entry in entries]
+    return recorded(marker["files"], store.url_of(COMPLETE))
 
 
 def unfinished_checkpoints(run_folder: RunFolder, before: int) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ from millrace.connectors.storage.files import FileEntry, in_threads, recorded
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.manifests.summaries import SUMMARY, has_summary
-from millrace.connectors.storage.parts import PART_FOLDERS, list_notes, list_parts, read_parts
+from millrace.connectors.storage.parts import PART_FOLDERS, list_notes, read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, LOGPROBS, MAKE_AGAIN, MANIFEST, RunFolder
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
@@ -185,17 +184,13 @@ def manifest_from_records(
     """The manifest of an open iteration: every file that its records name, each checked, and the records.
 
     metrics: of the iteration. committed: seconds of the epoch. driver: its token. run: its id. evaluated: the evaluation of the
-    weights that it began with. Files of an earlier release's records are those in the folders.
+    weights that it began with.
     """
     files = IterationFiles(run_folder, index)
     assert files.manifest is None, "the iteration is open"
     tasks = [task for task in files.recorded_tasks() if task != PUBLISH]
-    records = dict(zip(tasks, in_threads(files.record, tasks), strict=True))
     named = dict(files.entries)
-    for folder, task in (("rollouts", "rollout"), ("rewards", "reward")):
-        if "files" not in (records.get(task) or {}):
-            named |= {entry.path: entry for entry in files.folder.entries(list_parts(files.folder, folder))}
-    trained = records["train_step"]
+    trained = files.record("train_step")
     assert trained is not None, "train_step comes before the manifest"
     if has_summary(index):
         named[SUMMARY] = run_folder.summaries.write(index)
@@ -247,12 +242,12 @@ def commit_again(run_folder: RunFolder) -> list[int]:
             run_folder,
             index,
             record["metrics"],
-            record.get("committed", time.time()),
-            record.get("driver"),
-            record.get("run"),
+            record["committed"],
+            record["driver"],
+            record["run"],
             evaluated=record.get("evaluated"),
         )
-        run_folder.commit_manifest(index, manifest, expected=record.get("manifest"))
+        run_folder.commit_manifest(index, manifest, expected=record["manifest"])
         log.warning(
             "the manifest of iteration %d was gone; it is made again from the iteration's records",
             iteration_number(index),
@@ -279,7 +274,7 @@ def check_newest(run_folder: RunFolder, index: int) -> None:
     record = IterationFiles(run_folder, index).record(PUBLISH)
     manifest = run_folder.manifest(index)
     assert manifest is not None, "it is committed"
-    if record and record.get("manifest", manifest.sha256) != manifest.sha256:
+    if record and record["manifest"] != manifest.sha256:
         raise CorruptFileError(
             "is not the manifest that publish recorded",
             where=run_folder.iteration(index).url_of(MANIFEST),

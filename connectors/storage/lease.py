@@ -14,15 +14,13 @@ import contextlib
 import logging
 import os
 import re
-import socket
 import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-import psutil
 from pydantic import BaseModel, ValidationError
 
 from millrace.connectors.storage import local
@@ -34,13 +32,11 @@ from millrace.core.errors import CorruptFileError, LeaseHeldError, MissingFileEr
 log = logging.getLogger(__name__)
 
 FOLDER = "lease"
-FORMER = "lease.json"  # of earlier releases
 LOCK = f"{FOLDER}/lock"
 NAME = re.compile(rf"^{FOLDER}/(\d+)\.json$")
 SETTLE_S = 2.0  # wait for another process's file to show, on a store that can create a file twice
 FRESH_S = 1.0  # on object stores one check of the lease holds for this long
 LOCK_PATIENCE_S = 5.0
-Claim = TypeVar("Claim", bound=BaseModel)
 REMOVE = "make sure that no process drives the run, then remove this file"
 
 
@@ -64,29 +60,6 @@ class _Claim(BaseModel):
 
     def __str__(self) -> str:
         return str(self.process)
-
-
-class _FormerClaim(BaseModel):
-    """What lease.json says."""
-
-    token: int
-    owner: str
-    host: str
-    pid: int
-    created: float
-    renewed: float
-    released: bool = False
-
-    def lives(self, _folder: str) -> bool | None:
-        """True for a process of this pid namespace; a host's name alone does not say that one is dead."""
-        try:
-            same = abs(psutil.Process(self.pid).create_time() - self.created) < 1
-        except psutil.NoSuchProcess:
-            return None
-        return True if same and self.host == socket.gethostname() else None
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
 
 
 class PassedLease:
@@ -169,7 +142,6 @@ class Lease(PassedLease):
             claim = _Claim(token=token, owner=owner, folder=files.real_url, process=ProcessIdentity.own())
             lease = cls(files, claim)
             if lease._create(before.token if before else 0):
-                files.remove(FORMER)  # whose holder, if it lives after all, stops where it is missing
                 return lease
 
     def renew(self) -> None:
@@ -239,30 +211,19 @@ def holder_of(store: Store) -> tuple[ProcessIdentity, bool | None] | None:
     """
     files = Store(store.url)
     holder = _newest(files)
-    if not isinstance(holder, _Claim) or holder.released:
+    if holder is None or holder.released:
         return None
     return holder.process, holder.lives(files.real_url)
 
 
 def find_driver(store: Store) -> ProcessIdentity | None:
-    """The process that drives a run from this folder; None if none does. Waits as `Lease.take` does where it must.
-
-    Raises LeaseHeldError for a driver of an earlier release, whose lease does not say exactly which process it is.
-    """
+    """The process that drives a run from this folder; None if none does. Waits as `Lease.take` does where it must."""
     files = Store(store.url)
     holder = _newest(files)
-    if holder is None or _is_free(files, holder):
-        return None
-    if isinstance(holder, _Claim):
-        return holder.process
-    raise LeaseHeldError(
-        f"driven by {holder}, by an earlier release",
-        where=files.url,
-        remedy=f"end it there: kill {holder.pid}",
-    )
+    return None if holder is None or _is_free(files, holder) else holder.process
 
 
-def _wait_until_free(store: Store, holder: _Claim | _FormerClaim) -> None:
+def _wait_until_free(store: Store, holder: _Claim) -> None:
     """Return when the holder has released the run, is dead, or has shown no renewal for `duration_s()`.
 
     Raises LeaseHeldError if it lives. A newer holder is left to the caller.
@@ -275,7 +236,7 @@ def _wait_until_free(store: Store, holder: _Claim | _FormerClaim) -> None:
         )
 
 
-def _is_free(store: Store, holder: _Claim | _FormerClaim) -> bool:
+def _is_free(store: Store, holder: _Claim) -> bool:
     """Whether the holder has released the run, is dead, or shows no renewal for `duration_s()`."""
     if holder.released:
         return True
@@ -283,7 +244,7 @@ def _is_free(store: Store, holder: _Claim | _FormerClaim) -> bool:
     return not (_is_renewed(store, holder) if lives is None else lives)
 
 
-def _is_renewed(store: Store, holder: _Claim | _FormerClaim) -> bool:
+def _is_renewed(store: Store, holder: _Claim) -> bool:
     """Watch the lease for `duration_s()`; True if the holder renews it."""
     log.warning(
         "%s: its last driver, %s, did not release the run and is on another host or in another container: waiting %.0f s for a "
@@ -320,28 +281,21 @@ def _newest_after(store: Store, token: int) -> int:
     return token
 
 
-def _newest(store: Store) -> _Claim | _FormerClaim | None:
+def _newest(store: Store) -> _Claim | None:
     """The claim of the highest token, None if nobody has driven the run."""
     while token := _newest_token(store):
         claim = _read(store, token)
         if claim is not None:  # otherwise it was just removed
             return claim
-    try:
-        return _parsed(_FormerClaim, store, FORMER)
-    except MissingFileError:
-        return None
+    return None
 
 
 def _read(store: Store, token: int) -> _Claim | None:
+    path = _path(token)
     try:
-        return _parsed(_Claim, store, _path(token))
+        return _Claim.model_validate(store.read_json(path))
     except MissingFileError:
         return None
-
-
-def _parsed(kind: type[Claim], store: Store, path: str) -> Claim:
-    try:
-        return kind.model_validate(store.read_json(path))
     except (ValidationError, CorruptFileError) as error:
         raise CorruptFileError("is not a lease", where=store.url_of(path), remedy=REMOVE) from error
 

@@ -32,9 +32,8 @@ from millrace.core.errors import CorruptFileError, MissingFileError
 log = logging.getLogger(__name__)
 
 PART_FOLDERS = ("rollouts", "turns", "rewards", "evaluations")  # of an iteration
-# the token of the driver that wrote it, the attempt of a shard, and the first digits of its hash; parts of earlier releases lack
-# the first and the last
-PART = re.compile(r"part-(?:(\d{6,})-)?(?:(\d{4,})-)?[0-9a-f]{32}(?:\.([0-9a-f]{16}))?\.parquet")
+# the token of the driver that wrote it, the attempt of a shard, if one did, and the first digits of its hash
+PART = re.compile(r"part-(\d{6,})-(?:(\d{4,})-)?[0-9a-f]{32}\.([0-9a-f]{16})\.parquet")
 TAKEOVER = re.compile(r"^takeover-(\d{6,})\.json$")
 REPLACED = re.compile(r"^replaced-(\d{6,})-(\d{4,})\.json$")
 
@@ -113,7 +112,7 @@ def _counting(store: Store, folder: str, paths: Sequence[str]) -> list[str]:
         parts |= _unlisted(store, folder, noted - parts)
     found: dict[str, str] = {}
     for name in sorted(parts):
-        content = name.split(".", 1)[1] if name.count(".") > 1 else name
+        content = name.split(".", 1)[1]
         if found.setdefault(content, name) != name:
             log.warning("%s: a copy of %s, which counts", store.url_of(f"{folder}/{name}"), found[content])
     return [f"{folder}/{name}" for name in found.values()]
@@ -200,9 +199,9 @@ def read_parts(
 
 
 def _writer(name: str) -> tuple[int, int]:
-    """Token of the driver that wrote a part, 0 for parts of releases that noted none; attempt of the shard, 0 for none."""
+    """Token of the driver that wrote a part, and attempt of the shard, 0 for none; zeros for the name of no part."""
     match = PART.fullmatch(name)
-    return (int(match[1] or 0), int(match[2] or 0)) if match else (0, 0)
+    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 
 
 def _note(store: Store, name: str, parts: Mapping[str, Sequence[str]], run: str | None) -> None:

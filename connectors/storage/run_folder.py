@@ -58,7 +58,7 @@ class Owner:
         self._ids = frozenset()
 
     def check(self, run_id: object, url: str) -> None:
-        """Raise StorageError if a file names another run than run.json. None: it is an earlier release's, which named none.
+        """Raise StorageError if a file names another run than run.json. None: no driver wrote it.
 
         A branch starts with files of the runs that it comes from.
         """
@@ -99,9 +99,9 @@ class RunFolder:
         self._newest: Manifest | None = None  # the newest manifest read
         self.summaries = Summaries(self.iteration, self.manifest)
 
-    def identity(self, run_id: str | None) -> str:
-        """What the run's actors and temporary files are named by. run_id: of its run.json; those of earlier releases have none."""
-        return run_identity(self.name, self.store.real_url, run_id) if run_id else self.name
+    def identity(self, run_id: str) -> str:
+        """What the run's actors and temporary files are named by. run_id: of its run.json."""
+        return run_identity(self.name, self.store.real_url, run_id)
 
     # iterations
 
@@ -172,7 +172,7 @@ class RunFolder:
             raise CorruptFileError(
                 f"of schema version {content.get('schema_version')}, wanted {schema.VERSION}",
                 where=url,
-                remedy="continue the run with the release that wrote it",
+                remedy="continue the run with the millrace that wrote it",
             )
         try:
             manifest = Manifest.model_validate(content)

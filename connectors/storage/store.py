@@ -195,9 +195,9 @@ class Store(Files):
         in_threads(fetch, zip(names, targets, strict=True))
 
     def _target(self, name: str, path: str) -> str:
-        """Where a file of a folder goes, relative to the local one. Earlier releases put a second slash before names in a bucket."""
+        """Where a file of a folder goes, relative to the local one."""
         try:
-            return inside(name if self.local else name.removeprefix("/"))
+            return inside(name)
         except ValueError as error:
             raise CorruptFileError(
                 f"{error}", where=self.url_of(path), remedy="restore the folder from a copy"

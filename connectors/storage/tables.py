@@ -98,16 +98,14 @@ def decode(data: bytes | BinaryIO, kind: str | None, name: str, columns: list[st
             raise CorruptFileError(
                 f"{stored_kind} of schema version {version}, wanted {schema.VERSION}",
                 where=name,
-                remedy="read it with the release that wrote it",
+                remedy="read it with the millrace that wrote it",
             )
-        added = [column for column in schema.ADDED.get(stored_kind, ()) if column not in stored.names]
-        if not stored.equals(_without(wanted, added)):
+        if not stored.equals(wanted):
             differing = [field.name for field in wanted if field not in list(stored)]
             raise CorruptFileError(
                 f"{stored_kind}: columns {differing} are not as the schema says", where=name, remedy=REMEDY
             )
-        table = file.read(columns=columns, use_threads=False)
-        return _with_nulls(table, wanted, added, columns) if added else table
+        return file.read(columns=columns, use_threads=False)
     except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
         raise CorruptFileError(f"not a whole Parquet file: {error}", where=name, remedy=REMEDY) from error
 
@@ -131,19 +129,6 @@ def check_ends(file: BinaryIO, name: str) -> None:
         raise CorruptFileError(
             "not a whole Parquet file: it does not begin and end as one", where=name, remedy=REMEDY
         )
-
-
-def _without(wanted: pa.Schema, columns: list[str]) -> pa.Schema:
-    return pa.schema([field for field in wanted if field.name not in columns])
-
-
-def _with_nulls(table: pa.Table, wanted: pa.Schema, added: list[str], columns: list[str] | None) -> pa.Table:
-    """The table with the columns that are newer than its file, all null."""
-    for column in added:
-        if columns is None or column in columns:
-            field = wanted.field(column)
-            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
-    return table.select(columns or wanted.names).replace_schema_metadata(wanted.metadata)
 
 
 def _open(data: bytes | BinaryIO) -> pq.ParquetFile:

@@ -53,7 +53,7 @@ class IterationHistory(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The stored form. Newer fields are left out if empty, since manifests' hashes depend on the stored form."""
+        """The stored form, without what is empty."""
         later = ("scores", "stds", "reused")
         return {
             name: value

@@ -41,28 +41,6 @@ ROWS: dict[str, type[Any]] = {
 }
 
 
-SESSION = [
-    "samples",
-    "role",
-    "dialogue",
-    "session_reward",
-    "session_parts",
-    "session_texts",
-    "session_answer",
-    "trained_mask",
-]
-TOPS = ["teacher_top_tokens", "teacher_top_logprobs"]
-FOUND = ["reward_texts", "answer"]
-ADDED = {  # nullable columns that a stored table of this version may lack
-    "prompts": ["level", "unusable", "deferrals"],
-    "rollouts": SESSION,
-    "rewards": ["samples", "role", "teacher_logprobs", "teacher_s", *TOPS, "teacher_hint", *FOUND],
-    "verdicts": ["group_reward", "group_reward_std", "reused_from", "reused_ordinal", "dropped_by"],
-    "batch": ["shaped_reward", *SESSION, "teacher_logprobs", "reused_from", "uses", *TOPS, *FOUND],
-    "evaluations": ["subset", "reason", "loss", "loss_tokens", *FOUND],
-}
-
-
 def row_schema(row: type[Any]) -> pa.Schema:
     """The Arrow schema of a table whose rows are of this class."""
     hints = get_type_hints(row, include_extras=True)

@@ -1,7 +1,6 @@
 """What each task returns and keeps as JSON in results/<task>.json: names of files and figures, never samples.
 
-A committed record means that its task never runs again, in this release or a later one: keys are added as NotRequired and
-never renamed. Plain dictionaries at run time, as they come back from JSON.
+A committed record means that its task never runs again. Plain dictionaries at run time, as they come back from JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class SamplePromptsRecord(CurriculumRecord):
     files: list[FileRecord]
     groups: int  # groups with the reserve
     by_source: dict[str, int]  # groups without the reserve
-    released: NotRequired[int]  # groups that generate from the start
+    released: int  # groups that generate from the start
     reused: NotRequired[list[ReusedGroup]]  # in the order in which the buffer gave them
     buffered: NotRequired[int]  # groups that the buffer held
 
@@ -63,7 +62,7 @@ class RolloutRecord(TypedDict):
     samples_generated: int
     tokens_generated: int
     engines_s: float  # until the engines served this iteration's weights
-    files: NotRequired[list[FileRecord]]  # all parts
+    files: list[FileRecord]  # all parts
 
 
 class RewardRecord(TypedDict):
@@ -74,7 +73,7 @@ class RewardRecord(TypedDict):
     timed_out: int
     skipped: int
     seconds: float
-    files: NotRequired[list[FileRecord]]  # all parts
+    files: list[FileRecord]  # all parts
 
 
 class FilterRecord(TypedDict):
@@ -87,7 +86,7 @@ class FilterRecord(TypedDict):
     groups_returned: int
     groups_zero_variance: int
     groups_deferred: NotRequired[int]  # groups deferred to the next iteration
-    dropped_by_kind: NotRequired[dict[str, int]]  # groups, by what dropped them
+    dropped_by_kind: dict[str, int]  # groups, by what dropped them
     chunks: NotRequired[list[int]]  # rows of the batch whose passes are made together, in its order
 
 
@@ -115,7 +114,7 @@ class StepMetrics(TypedDict):
     packs: list[int]  # tokens of each pack of the first rank
     seconds: dict[str, float]  # by phase
     tokens_per_second: float
-    settings: NotRequired[StepSettings]
+    settings: StepSettings
     chunks: NotRequired[list[int]]  # rows whose passes were made together, if the step was made in chunks
     # files with the trainer's log-probabilities of the iteration; of its first step
     logprobs: NotRequired[list[FileRecord]]
@@ -201,7 +200,7 @@ class EvaluateRecord(TypedDict):
     done: int  # iterations trained
     sets: dict[str, EvaluatedSet]
     seconds: float
-    files: NotRequired[list[FileRecord]]  # parts of its table
+    files: list[FileRecord]  # its parts
     lag: NotRequired[int]  # weight versions that the trainer had made beyond this one when it ended
 
 
@@ -243,12 +242,11 @@ class PublishRecord(TypedDict):
     """Every metric of the iteration, by name, and what is needed to write the manifest again."""
 
     metrics: dict[str, float]
-    committed: NotRequired[float]  # seconds of the epoch
-    driver: NotRequired[int | None]  # token of the driver that committed it
-    run: NotRequired[str | None]  # id of the run that committed it
-    manifest: NotRequired[str]  # hash of the manifest
-    # evaluation by the iteration, of the weights that it started with
-    evaluated: NotRequired[EvaluatedMetrics]
+    committed: float  # seconds of the epoch
+    driver: int | None  # token of the driver that committed it
+    run: str | None  # id of the run that committed it
+    manifest: str  # its hash
+    evaluated: NotRequired[EvaluatedMetrics]  # by the iteration, of the weights that it began with
 
 
 class IterationRecords(TypedDict, total=False):

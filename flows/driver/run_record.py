@@ -23,7 +23,7 @@ from millrace.connectors.storage.run_folder import first_undrawn_iteration
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.redaction import shown_text
-from millrace.core.config.reading.stored import VERSION, lifted
+from millrace.core.config.reading.stored import VERSION, readable
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.rows.prompts import SourceFingerprint, source_changes
 from millrace.core.errors import (
@@ -86,7 +86,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     store = runtime.run_folder.store
     resolved = asked.model_dump(mode="json")
     try:
-        record = lifted(await asyncio.to_thread(store.read_sealed, "run.json"))
+        record = readable(await asyncio.to_thread(store.read_sealed, "run.json"))
     except MissingFileError:
         await asyncio.to_thread(check_no_run, store)
         name = runtime.config.run.name

@@ -16,7 +16,7 @@ from millrace.core.errors import ConfigError
 from millrace.flows.driver.fingerprints import differences
 
 log = logging.getLogger(__name__)
-LATER = (  # hashes that earlier releases did not record
+EXCHANGED = (  # what a branch may set otherwise
     "algorithm.teacher: ",
     "algorithm.reference: ",
     "algorithm.advantage.critic.path: ",
@@ -42,8 +42,7 @@ def check_same_model(
     changed = [
         name
         for name in (differences(before["model"], now["model"]) if before else ())
-        if not name.startswith(LATER)
-        or (before and name in before["model"] and not name.startswith(tuple(branched)))
+        if not (name.startswith(EXCHANGED) and name.startswith(tuple(branched)))
     ]
     if changed:
         raise ConfigError(

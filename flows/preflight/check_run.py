@@ -15,7 +15,7 @@ from millrace.core.config.data import Source
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.restart import Change
 from millrace.core.config.reading.findings import by_name
-from millrace.core.config.reading.stored import lifted
+from millrace.core.config.reading.stored import readable
 from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
 from millrace.flows.driver.fingerprints import of_model
 from millrace.flows.driver.rollouts_source import source_problems
@@ -57,7 +57,7 @@ def _of_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
     folder = RunFolder(config.storage.root, name)
     try:
         try:
-            record = lifted(folder.store.read_sealed("run.json"))
+            record = readable(folder.store.read_sealed("run.json"))
         except MissingFileError:
             check_no_run(folder.store)
             return []

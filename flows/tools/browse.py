@@ -18,7 +18,7 @@ from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config.pipeline import Pipeline
-from millrace.core.config.reading.stored import lifted
+from millrace.core.config.reading.stored import readable
 from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.errors import ConfigError, MissingFileError, StorageError
@@ -259,7 +259,7 @@ def run_record(root: str, run: str) -> Any:
     """The run.json of a run, in today's shape. Raises StorageError if there is no such run, or its file is corrupt."""
     store = RunFolder(root, run).store
     try:
-        return lifted(store.read_sealed("run.json"))
+        return readable(store.read_sealed("run.json"))
     except MissingFileError as error:
         check_no_run(store)
         raise StorageError(

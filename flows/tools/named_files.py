@@ -28,7 +28,7 @@ from millrace.connectors.storage.run_folder import (
 from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import StorageError
 
-OF_THE_RUN = ("run.json", "lease.json", "quarantine.parquet")
+OF_THE_RUN = ("run.json", "quarantine.parquet")
 # files that millrace discard moved, engine logs, the claims of drivers
 NOT_OF_ITERATIONS = ("discarded/", "logs/", "lease/")
 

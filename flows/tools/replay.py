@@ -77,7 +77,7 @@ def replay_run(
         say(named_by_run(stored))
     config = own or at_commit(stored, record.get("model_commit")).config
     pass_blocks_on(config)
-    cluster.start_or_join(config.placement.ray_address, f"{folder.identity(record.get('id'))}-replay")
+    cluster.start_or_join(config.placement.ray_address, f"{folder.identity(str(record.get('id')))}-replay")
     try:
         return asyncio.run(_replay(config, folder, first, last))
     finally:
@@ -171,8 +171,7 @@ def export_folder(folder: RunFolder, last: int, into: Path) -> None:
         record.get("export_files", ()), folder.iteration(last - 1).url_of(record_path("checkpoint"))
     )
     in_threads(export.verify, entries)
-    # an earlier release recorded no files: then the whole folder counts
-    export.download_dir("", str(into), [entry.path for entry in entries] or None)
+    export.download_dir("", str(into), [entry.path for entry in entries])
 
 
 async def export_ranks(config: RunConfig, ranks: TrainerHandle, version: int, folder: Path) -> None:

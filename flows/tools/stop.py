@@ -76,7 +76,7 @@ def end_actors(root: str, run: str) -> int:
     config = RunConfig.model_validate(settings_of(record))
     if not (config.placement.ray_address or cluster.head_lives()):
         return 0  # without a head there are no actors
-    identity = RunFolder(root, run).identity(record.get("id"))
+    identity = RunFolder(root, run).identity(str(record.get("id")))
     cluster.start_or_join(config.placement.ray_address, identity)
     ended = asyncio.run(actors.end())
     placement.release()

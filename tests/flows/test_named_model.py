@@ -16,6 +16,7 @@ from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
+from millrace.core.config.reading.stored import VERSION
 from millrace.core.errors import ConfigError
 from millrace.flows.driver.named_model import at_commit, model_here
 from millrace.flows.preflight.check import check
@@ -70,7 +71,8 @@ def test_check_reads_the_small_files_and_a_start_downloads_the_weights_once(hub:
 
 def test_a_run_keeps_its_commit_when_the_name_means_another(hub: Hub, models: tuple[Path, Path]) -> None:
     first = model_here(configuration())
-    record = {"config": configuration().model_dump(mode="json"), "model_commit": first.commit}
+    record = {"config": configuration().model_dump(mode="json"), "config_version": VERSION}
+    record["model_commit"] = first.commit
     Store("runs").child("a").write_sealed("run.json", record)
     newer = hub.push(NAME, models[1])
     assert model_here(configuration()) == first

@@ -24,7 +24,6 @@ NOT_FIELDS = {  # names of files and tensors, which begin as a section's name do
     "model.norm.weight",
     "model.embed_tokens.weight",
 }
-OF_OLDER_VERSIONS = "core/config/reading/stored.py"  # the fields that it reads are no more
 # What these say comes before a run, from the check of its configuration, or describes a field
 BEFORE_A_RUN = (
     "core/config/",
@@ -91,12 +90,7 @@ def decisions(
 
 
 NAMED = sorted(
-    {
-        (name, place)
-        for place, text in sentences()
-        for name in FIELD.findall(text)
-        if name not in NOT_FIELDS and not place.startswith(OF_OLDER_VERSIONS)
-    }
+    {(name, place) for place, text in sentences() for name in FIELD.findall(text) if name not in NOT_FIELDS}
 )
 
 

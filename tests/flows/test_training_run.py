@@ -9,9 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.connectors.storage.store import Store
-from millrace.core.contracts.ids import derived_seed
 from millrace.flows.tools.browse import run_listing
+from tests.core.contracts.test_task_records import TYPES, mismatches
 from tests.soak.points import TASKS
 from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained
 from tests.support.metric_names import unexplained
@@ -27,6 +26,12 @@ def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) ->
         assert named <= here
         assert {Path(name).stem for name in here if name.startswith("results/")} >= set(TASKS)
         assert manifest["tasks"]["trained_version"] == 2 * (index + 1)
+
+
+def test_every_record_is_as_its_type_says(whole: Path) -> None:
+    for path in sorted(whole.glob("iterations/*/results/*.json")):
+        record = json.loads(json.loads(path.read_text())["result"])
+        assert mismatches(record, TYPES[path.stem], path.stem) == []
 
 
 def test_what_rounding_makes_of_the_model_is_in_the_runs_record_and_shown(whole: Path) -> None:
@@ -205,25 +210,15 @@ def test_data_that_changed_under_the_run_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_a_run_of_an_earlier_version_resumes_with_its_seeds_and_with_other_data_when_that_is_allowed(
+def test_a_run_resumes_with_other_data_when_that_is_allowed(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(whole, tmp_path / "a")
-    record = json.loads((tmp_path / "a" / "run.json").read_text())
-    # which earlier versions did not store: their seeds followed from sample ids
-    assert record.pop("seed_name") == ""
-    record = {name: value for name, value in record.items() if name not in ("sealed_at", "sha256")}
-    Store(str(tmp_path / "a")).write_sealed("run.json", record)
     text = (workplace.folder / "train.jsonl").read_text()
     (workplace.folder / "more.jsonl").write_text(text + json.dumps({"prompt": "9+9+1=", "label": "9"}) + "\n")
     workplace.train(tmp_path, "run.iterations=4", "data.allow_changes=true", "data.sources.0.path=more.jsonl")
     assert [span["since"] for span in json.loads((tmp_path / "a" / "run.json").read_text())["data"]] == [0, 3]
     assert "nothing is wrong" in workplace.call("verify", "a", "--root", str(tmp_path))
-    columns = ["sample_id", "seed"]
-    rows = pq.read_table(
-        tmp_path / "a" / "iterations" / "000003" / "batch.parquet", columns=columns
-    ).to_pylist()
-    assert all(row["seed"] == derived_seed(0, "sample", row["sample_id"]) % 2**31 for row in rows)
 
 
 @pytest.mark.slow

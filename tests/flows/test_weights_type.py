@@ -168,7 +168,7 @@ def test_a_branch_that_was_not_started_takes_its_parents_type(
 ) -> None:
     parent = settled(configuration(tiny["bfloat16"])).model_dump(mode="json")
     RunFolder("runs", "a").store.write_sealed(
-        "run.json", {"name": "a", "config": None, "parent": {"config": parent}}
+        "run.json", {"name": "a", "config": None, "config_version": VERSION, "parent": {"config": parent}}
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert settled(configuration(tiny["bfloat16"], *ON_GPU)).dtype == "float32"

@@ -232,7 +232,7 @@ def _read_marker(store: Store) -> dict[str, Any] | None:
         raise CorruptFileError(
             f"of format {marker.get('format')}, wanted {FORMAT}",
             where=store.url_of(COMPLETE),
-            remedy="load it with the release that wrote it",
+            remedy="load it with the millrace that wrote it",
         )
     return marker
 

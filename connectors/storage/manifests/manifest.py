@@ -26,10 +26,8 @@ class Manifest(BaseModel):
     files: list[FileEntry]
     tasks: dict[str, Any] = {}
     history: IterationHistory | None = None
-    before: str | None = (
-        None  # hash of the manifest before, so that none can be replaced; earlier releases kept none
-    )
-    run: str | None = None  # id of the run that committed it; earlier releases kept none
+    before: str | None = None  # hash of the manifest before, so that none can be replaced; of the first none
+    run: str | None = None  # id of the run that committed it
     sha256: str = ""
 
     def after(self, before: Manifest | None) -> Manifest:

@@ -75,9 +75,7 @@ class Summaries:
             manifest = self._manifest_of(index)
             if manifest is None:
                 continue  # the iteration is open
-            entry = manifest.find(SUMMARY)
-            if entry is None:
-                return  # an earlier release committed it
+            entry = manifest.file(SUMMARY)
             try:
                 before = _read(self._folder_of(index), index, entry.sha256).before
             except (CorruptFileError, MissingFileError) as error:

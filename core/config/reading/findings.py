@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from millrace.core.config.parts.menu import menu_of, variants
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.section import NAME, models
-from millrace.core.config.reading.stored import NEW_FIELDS
 from millrace.core.config.run_config import RunConfig
 from millrace.core.contracts.references import WHOLE
 
@@ -203,8 +202,6 @@ def _unknown_key(place: Place, value: Any) -> Problem:
 
 
 def _other_key(place: Place) -> str:
-    if place.path in NEW_FIELDS:
-        return f"did you mean {NEW_FIELDS[place.path]}?"
     known = list(place.section.model_fields) if place.section else []
     near = difflib.get_close_matches(place.name, known, 1)
     if near:

@@ -110,71 +110,12 @@ def test_a_run_that_is_extended_before_its_first_checkpoint_makes_its_steps_agai
     assert last["weights"] == [trained]
 
 
-def test_steps_without_settings_are_made_again_at_the_recorded_rates(
-    workers: Workers, run: tuple[RunFolder, dict[str, Any], bytes], tmp_path: Path
-) -> None:
-    """As an earlier release stored them, whose rates were the next step's."""
-    folder, config, _ = run
-    again = brought_up(workers, iterations(config, 5), older(folder, tmp_path), 4)
-    assert [step["lr"] for step in again[:4]] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0.0])
-
-
-@pytest.mark.parametrize("apart", [True, False], ids=["as earlier releases whitened", "as it never was"])
-def test_a_whole_run_of_an_earlier_release_is_made_again_whitened_step_by_step(
-    workers: Workers, model: Callable[..., Path], tmp_path: Path, apart: bool
-) -> None:
-    """Those releases whitened each step's advantages by themselves, and kept no settings with their steps.
-
-    A step with settings is whitened over its iteration: such figures in it are refused, not made to fit.
-    """
-    algorithm = {
-        "whiten": True,
-        "old_logprobs": "rollout",
-    }  # with which steps follow from weights and batch alone
-    config = iterations(configuration(model(), algorithm=algorithm, global_batch=4), 2)
-    folder = RunFolder(str(tmp_path), "a")
-    with workers.group(config) as group:
-        for index in (0, 1):
-            rows = {step: samples(step, count=4) for step in (2 * index + 1, 2 * index + 2)}
-            alone = {step: write_batch(tmp_path / f"step-{step}", rows[step]) for step in rows}
-            steps = [group.train([step], url)[0] for step, url in alone.items()]
-            if apart:
-                for step in steps:
-                    del step["settings"]
-            write_batch(tmp_path / "a" / folder.iteration_path(index), sum(rows.values(), []))
-            commit(folder, index, steps)
-        (trained,) = group.run(weights)
-    if not apart:
-        with pytest.raises(ReplayedStepError, match=r"iteration 1, step 1: made again, (loss|grad_norm) is"):
-            brought_up(workers, config, folder, 4)
-        return
-    *again, last = brought_up(workers, config, folder, 4)
-    recorded = steps_of(folder, 0) + steps_of(folder, 1)
-    for name in ("lr", "loss", "grad_norm"):
-        assert [step[name] for step in again] == [step[name] for step in recorded]
-    assert last["weights"] == [trained]
-
-
-def older(folder: RunFolder, root: Path) -> RunFolder:
-    copy = RunFolder(str(root), "a")
-    for index, rates in ((0, (7.5e-4, 5e-4)), (1, (2.5e-4, 0.0))):
-        path = f"{folder.iteration_path(index)}/batch.parquet"
-        copy.store.write(path, folder.store.read(path))
-        steps = steps_of(folder, index)
-        for step, rate in zip(steps, rates, strict=True):
-            del step["settings"]
-            step["lr"] = rate
-        commit(copy, index, steps)
-    return copy
-
-
 @pytest.mark.parametrize(("name", "factor"), [("loss", 1 + 1e-12), ("grad_norm", 1 + 1e-12)])
 def test_a_figure_that_differs_in_its_last_bits_stops_the_replay_naming_iteration_and_step(
     workers: Workers, run: tuple[RunFolder, dict[str, Any], bytes], tmp_path: Path, name: str, factor: float
 ) -> None:
     folder, config, _ = run
-    changed = older(folder, tmp_path)
-    commit(changed, 0, steps_of(folder, 0))
+    changed = copied(folder, tmp_path)
     steps = steps_of(folder, 1)
     steps[0][name] = steps[0][name] * factor + 1e-15
     commit(changed, 1, steps)
@@ -193,7 +134,7 @@ def test_under_another_layout_a_step_may_differ_within_the_tolerance(
     assert [step["loss"] for step in again[:4]] != [
         step["loss"] for i in (0, 1) for step in steps_of(folder, i)
     ]
-    changed = older(folder, tmp_path)
+    changed = copied(folder, tmp_path)
     steps = steps_of(folder, 0)
     steps[1]["grad_norm"] *= 1.05
     commit(changed, 0, steps)

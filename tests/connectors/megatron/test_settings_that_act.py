@@ -230,15 +230,6 @@ def fill_state(rank: Any) -> None:
         module._fill_state(part.optimizer)
 
 
-def test_a_step_of_an_earlier_release_is_made_again_at_its_recorded_rate(
-    workers: Workers, model: Callable[..., Path], batch: str, recorded: list[dict[str, Any]]
-) -> None:
-    old = {name: value for name, value in recorded[0].items() if name != "settings"} | {"lr": 7e-5}
-    with workers.group(config_of(model(), "sharded", PARENT)) as group:
-        group.run(fill_state)
-        check_step(group, 1, batch.format(1), {**PARENT, "lr": 7e-5}, None, old)
-
-
 def test_a_step_of_another_algorithm_is_not_made_again_by_this_trainer(
     workers: Workers, model: Callable[..., Path], batch: str, recorded: list[dict[str, Any]]
 ) -> None:

@@ -239,9 +239,6 @@ def test_whitening_keeps_what_tells_the_steps_of_an_iteration_apart(
     url = write_batch(tmp_path, iteration)
     with workers.group(configuration(model(), 2, algorithm=values, global_batch=8, **layout)) as group:
         ours = group.train([1, 2], url)
-    with workers.group(configuration(model(), 2, algorithm=values, global_batch=8, **layout)) as group:
-        recorded = {"version": 1, "lr": 1e-3}  # of an earlier release: made again as it was made
-        assert group.call("train", 1, url, None, recorded)[0]["advantage_mean"] == 0
     plain = PlainLearner(model(), config)
     assert_steps_of(plain, iteration, ours)
     tokens = [sum(sum(row["loss_mask"]) for row in iteration if row["train_step"] == step) for step in (1, 2)]

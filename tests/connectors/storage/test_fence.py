@@ -224,14 +224,6 @@ def test_a_broken_note_of_a_takeover_is_named_and_its_remedy_works(root: str) ->
     assert list_parts(store, "rewards") == [part]
 
 
-def test_parts_of_earlier_releases_count(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
-    entry = write_part(store, "rewards", rewards("one"), "rewards")
-    former = "rewards/part-" + "0" * 32 + "." + entry.sha256[:16] + ".parquet"
-    (tmp_path / entry.path).rename(tmp_path / former)
-    assert list_parts(store, "rewards") == [former]
-
-
 def test_of_two_manifests_of_an_iteration_the_first_stays(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = RunFolder(root, "a"), RunFolder(root, "a")
     files = [first.iteration(0).write("step.json", b"{}")]

@@ -191,7 +191,6 @@ def test_a_pid_that_another_process_has_now_is_a_dead_holder() -> None:
     assert own.model_copy(update={"pid": child.pid}).lives() is False
 
 
-@pytest.mark.parametrize("path", [FIRST, "lease.json"])
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"token": 1, "own', b"null", b"\xff", b"[" * 20000])
 def test_a_broken_lease_is_named_and_its_remedy_works(root: str, path: str, content: bytes) -> None:
     store = Store(root)
@@ -213,37 +212,6 @@ def test_a_holder_repairs_its_own_file_and_stops_where_it_is_gone(root: str) -> 
     for use in (lease.check, lease.renew):
         with pytest.raises(LeaseHeldError, match="the lease of this driver was removed"):
             use()
-
-
-def former(**values: Any) -> dict[str, Any]:
-    import psutil
-
-    process = psutil.Process()
-    holder = {"token": 7, "owner": "o", "host": ProcessIdentity.own().host, "pid": process.pid}
-    return {**holder, "created": process.create_time(), "renewed": 0.0, "released": False, **values}
-
-
-def test_a_lease_of_an_earlier_release_is_respected(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(root)
-    store.write_json("lease.json", former())
-    with pytest.raises(LeaseHeldError, match="driven by"):
-        Lease.take(store)
-    with pytest.raises(LeaseHeldError, match=r"by an earlier release; end it there: kill \d+"):
-        find_driver(store)
-    store.write_json("lease.json", former(host="another"))
-    threading.Timer(0.2, store.write_json, ["lease.json", former(host="another", renewed=1.0)]).start()
-    with pytest.raises(LeaseHeldError, match="on another"):
-        Lease.take(store)
-    assert Lease.take(store).token == 8
-    assert "no sign of life of process" in caplog.text
-    assert not store.exists("lease.json")
-
-
-def test_a_released_lease_of_an_earlier_release_is_taken_at_once(root: str) -> None:
-    Store(root).write_json("lease.json", former(released=True, host="another"))
-    started = time.monotonic()
-    assert Lease.take(Store(root)).token == 8
-    assert time.monotonic() - started < 0.5
 
 
 def test_a_store_without_conditional_writes_is_found_out_and_said(

@@ -33,7 +33,6 @@ def test_a_run_is_itself_by_any_link_and_neither_its_copy_nor_its_namesake(tmp_p
         "a bucket": RunFolder("memory://runs", "a").identity("1"),
     }
     assert len({one, *others.values()}) == 1 + len(others)
-    assert RunFolder(str(tmp_path / "runs"), "a").identity(None) == "a"  # of a release whose runs had no id
 
 
 def write_iteration(folder: RunFolder, index: int, ledger: Ledger) -> Manifest:

@@ -243,25 +243,11 @@ def test_copies_of_a_part_and_files_with_other_names_count_for_nothing(
     store = Store(root)
     entry = write_part(store, "rewards", rewards(0, 10), "rewards")
     data, hashed = store.read(entry.path), entry.sha256[:16]
-    for name in (f"part-{'f' * 32}.{hashed}.parquet", "part-copy.parquet", f"copy of {entry.path[8:]}"):
+    for name in (
+        f"part-000000-{'f' * 32}.{hashed}.parquet",
+        "part-copy.parquet",
+        f"copy of {entry.path[8:]}",
+    ):
         store.write(f"rewards/{name}", data)
     assert read_parts(store, "rewards", "rewards").num_rows == 10
     assert "a copy of" in caplog.text
-
-
-def test_a_batch_stored_before_a_column_was_added_is_read_with_nulls(root: str) -> None:
-    from tests.support.trainer_ranks import samples
-
-    store = Store(root)
-    table = pa.Table.from_pylist(samples(1), schema=schema.schema("batch"))
-    older = table.drop_columns(schema.ADDED["batch"])
-    sink = pa.BufferOutputStream()
-    pq.write_table(older, sink)
-    store.write("batch.parquet", sink.getvalue().to_pybytes())
-    read = store.read_table("batch.parquet", "batch")
-    assert read.schema.equals(schema.schema("batch"))
-    assert read.schema.metadata == schema.schema("batch").metadata
-    assert read.column("shaped_reward").null_count == table.num_rows
-    assert read.select(older.schema.names).equals(older)
-    columns = ["shaped_reward", "reward"]
-    assert store.read_table("batch.parquet", "batch", columns=columns).column_names == columns

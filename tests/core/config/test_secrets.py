@@ -21,7 +21,6 @@ from millrace.core.config.parts.restart import changes
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.reading.load import load_config, validate
 from millrace.core.config.reading.overrides import apply
-from millrace.core.config.reading.stored import lifted
 from millrace.core.config.rules.secrets import is_replaced
 from millrace.core.contracts.references import blocks, pass_on, references, resolved, scrubbed, variables
 from millrace.core.errors import ConfigError
@@ -265,8 +264,8 @@ def test_two_secrets_are_no_change_of_the_configuration() -> None:
     (change,) = changes(config("secret-a", n=1), config("secret-b", n=2))
     assert change.path == "reward.options"
     assert "secret" not in f"{change}"
-    stored = {"name": "a", "config_version": 2, "config": config("old literal").model_dump(mode="json")}
-    assert RunConfig.model_validate(lifted(stored)["config"]).reward.options == {"api_key": "old literal"}
+    stored = config("old literal").model_dump(mode="json")
+    assert RunConfig.model_validate(stored).reward.options == {"api_key": "old literal"}
 
 
 def judged(sample: object, key: str, deep: dict[str, list[str]]) -> float:

@@ -24,10 +24,7 @@ def written() -> str:
 
 
 def test_the_row_classes_describe_exactly_the_stored_columns() -> None:
-    """Tables of earlier releases must stay readable: a changed column needs a new schema.VERSION and a new file here.
-
-    A new column that may be null needs a place in schema.ADDED instead, so that tables without it are read with nulls.
-    """
+    """A changed column needs a new schema.VERSION, for a table of another version is refused, and a new file here."""
     assert written() == STORED.read_text()
 
 
