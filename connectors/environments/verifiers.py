@@ -14,19 +14,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.environments.chat_endpoint import ChatEndpoint
 from millrace.connectors.environments.extras import number, package
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import RewardResult
 from millrace.core.plain_text import json_text
-from millrace.core.sessions.live import LiveSession
+from millrace.core.sessions.interface import Session, SessionError
 
 FIELD = "rollout.session.function.options"
 EXTRA = "verifiers"
-NO_KEY = "MILLRACE_NO_KEY"  # a variable that is not set: the address itself is the secret
+NO_KEY = "MILLRACE_NO_KEY"  # a variable that is not set
 
 
-async def run(session: LiveSession, *, taskset: str, config: Mapping[str, Any] | None = None) -> RewardResult:
+async def run(session: Session, *, taskset: str, config: Mapping[str, Any] | None = None) -> RewardResult:
     """Run one episode of a taskset, named by its id, and return verifiers' reward.
 
     config: the environment's, in the form of verifiers' `env`. A seat without a harness gets a plain dialogue, and without a
@@ -44,15 +43,19 @@ async def run(session: LiveSession, *, taskset: str, config: Mapping[str, Any] |
             where=f"index = {index} in a row's metadata",
             remedy="write the rows again with write_prompts",
         )
-    async with ChatEndpoint(session) as endpoint, environment.serving():
-        client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var=NO_KEY)
+    # verifiers takes a key from its environment alone; as the password of the URL it is this rollout's
+    url = session.base_url.replace("://", f"://policy:{session.api_key}@", 1)
+    client = vf.EvalClientConfig(base_url=url, api_key_var=NO_KEY)
+    async with environment.serving():
         episode = await environment.run_episode(tasks[index], vf.ModelContext(model="policy", client=client))
-    if endpoint.problem:
-        raise endpoint.problem
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError(
             "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode did not end"
+        )
+    if not session.turns:
+        raise SessionError(
+            "the environment begins with other messages than the row's prompt: write the rows with write_prompts"
         )
     (trace,) = (
         trace for trace in episode.traces if trace.agent.name in ("", None, *_policies(environment.config))

@@ -284,7 +284,7 @@ async def test_what_a_seat_asks_for_that_the_run_does_not_do_is_refused_with_its
     options = {"taskset": taskset, "config": {"player": {"sampling": {"reasoning_effort": "low"}}}}
     end, _ = await play(RUN, options, ["0"], wired="function", **row)
     assert end["status"] == "failed"
-    assert end["reason"].startswith("BadRequestError: reasoning_effort: it is not known here")
+    assert "reasoning_effort: it is not known here" in end["reason"]
     options["config"]["player"] = {"sampling": {"max_tokens": 3}}
     end, _ = await play(RUN, options, ["0"], wired="function", **row)
     assert end["status"] == "completed", end

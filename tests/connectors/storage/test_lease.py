@@ -192,12 +192,12 @@ def test_a_pid_that_another_process_has_now_is_a_dead_holder() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"token": 1, "own', b"null", b"\xff", b"[" * 20000])
-def test_a_broken_lease_is_named_and_its_remedy_works(root: str, path: str, content: bytes) -> None:
+def test_a_broken_lease_is_named_and_its_remedy_works(root: str, content: bytes) -> None:
     store = Store(root)
-    store.write(path, content)
-    with pytest.raises(CorruptFileError, match=f"{path}: is not a lease; make sure .* then remove this file"):
+    store.write(FIRST, content)
+    with pytest.raises(CorruptFileError, match=f"{FIRST}: is not a lease; make sure .* then remove this file"):
         Lease.take(store)
-    store.remove(path)
+    store.remove(FIRST)
     assert Lease.take(store).token == 1
 
 
