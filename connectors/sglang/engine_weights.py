@@ -1,6 +1,6 @@
 """SGLang's endpoints for weights and their memory, typed.
 
-Owns request bodies, refusals, and the comparison of two engines' checksums; knows nothing of when an engine is updated.
+Owns request bodies and refusals; knows nothing of when an engine is to be updated.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any, Literal
 from millrace.connectors.sglang.connection import Connection
 from millrace.core.contracts.weight_bucket import TensorEntry
 from millrace.core.errors import EngineError
-
-NAMED = 5  # differing tensors that a message names
 
 
 class EngineWeights:
@@ -105,27 +103,3 @@ class EngineWeights:
         answers = await self._connection.post("/generate", body)
         shown = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
         return [[float("nan") if value is None else value for value, *_ in each[1:]] for each in shown]
-
-
-def differing_tensors(one: Any, other: Any) -> list[str]:
-    """Names of the tensors that differ in two answers with checksums. SGLang's answer lists each tensor once per GPU."""
-    left, right = _tensors(one), _tensors(other)
-    places = {**left, **right}
-    return list(dict.fromkeys(place[-1] for place in places if left.get(place) != right.get(place)))
-
-
-def describe_difference(index: int, before: Any, after: Any) -> str:
-    """The differing tensors of one engine, as text for a message."""
-    names = differing_tensors(before, after)
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"engine-{index} in {', '.join(names[:NAMED]) or 'tensors that it does not name'}{more}"
-
-
-def _tensors(answer: Any, *place: str) -> dict[tuple[str, ...], Any]:
-    """All checksums by their path in the answer, whose last part is the tensor's name."""
-    if place and place[-1] == "checksums":
-        return {(*place, name): value for name, value in answer.items()}
-    items = (
-        answer.items() if isinstance(answer, dict) else enumerate(answer) if isinstance(answer, list) else ()
-    )
-    return {key: value for name, below in items for key, value in _tensors(below, *place, str(name)).items()}

@@ -17,7 +17,6 @@ from typing import Any
 from millrace.connectors.sglang.client import EngineClient, idle, pause_for_update
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.dispatching.least_load import until_changed
-from millrace.connectors.sglang.engine_weights import describe_difference
 from millrace.connectors.sglang.launch import no_room
 from millrace.connectors.sglang.prefill import PairingDispatcher
 from millrace.connectors.sglang.router import RoutedDispatcher, Router
@@ -278,32 +277,6 @@ class Fleet:
                 )
             if self._health[index].state is State.REFITTING:  # it lost no request meanwhile
                 self._record_event(index, Event.CONFIRMED, version)
-
-    async def checksums(self, engines: list[int]) -> dict[int, Any]:
-        """Each engine's checksums of the tensors that it holds."""
-        answers = await asyncio.gather(*(self._clients[index].weights.checksum() for index in engines))
-        return dict(zip(engines, answers, strict=True))
-
-    async def verify(
-        self, source: str, version: int, engines: list[int], on_update: OnUpdate = "finish"
-    ) -> None:
-        """Load a folder into engines that hold a version; raises EngineError if any holds other tensors then.
-
-        on_update: as of the update before, after which requests are under way again.
-        """
-        before = await self.checksums(engines)
-        await self.update_weights(source, version, engines, on_update)
-        after = await self.checksums(engines)
-        differences = [
-            describe_difference(index, before[index], after[index])
-            for index in engines
-            if before[index] != after[index]
-        ]
-        if differences:
-            raise EngineError(
-                f"engines held other weights of version {version} than the trainer's export: {'; '.join(differences)}; with "
-                "sync.kind=disk and sync.verify=false they hold the export"
-            )
 
     # GPU memory
 

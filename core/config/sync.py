@@ -43,10 +43,6 @@ class _Buckets(_Transport):
         ge=1,
         description="Size of a bucket: the extra memory that ipc and broadcast take on every trainer rank, unless a tensor is larger. MiB.",
     )
-    verify: bool = Field(
-        False,
-        description="After each sync also load the weights from disk, and compare the engine's checksums of both.",
-    )
 
 
 class AutoSync(_Buckets):
@@ -59,11 +55,6 @@ class DiskSync(_Transport):
     """The trainer writes a Hugging Face folder and the engines load it."""
 
     kind: Literal["disk"] = "disk"
-
-    @property
-    def verify(self) -> bool:
-        """Whether weights are compared with the weights on disk: never, since they come from there."""
-        return False
 
 
 class IpcSync(_Buckets):

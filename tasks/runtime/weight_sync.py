@@ -69,11 +69,6 @@ class WeightSync:
             else load_by_broadcast(stream, ranks.broadcast, gpus, seconds)
         )
         phases = await fleet.update_weights(load, version, engines, on_update)
-        if self.config.sync.verify:
-            started = time.perf_counter()
-            directory, _ = await self._export(ranks, version)
-            await fleet.verify(directory, version, engines, on_update)
-            seconds["verify"] = time.perf_counter() - started
         return {**seconds, **phases}
 
     async def _buckets(

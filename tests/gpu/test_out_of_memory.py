@@ -25,7 +25,7 @@ def test_a_pack_too_large_names_the_fields_and_a_smaller_one_goes_on(
         "max_concurrency": 512,
         "sampling": sampling,
     }
-    furnish(tmp_path, rollout=rollout, run={"name": "oom", "iterations": 1}, sync={"verify": False})
+    furnish(tmp_path, rollout=rollout, run={"name": "oom", "iterations": 1}, sync={"max_prompt_gap": None})
     place = Workplace(tmp_path)
     try:
         out = place.call("train", "run.yaml", f"trainer.max_pack_tokens={ABSURD}", expect=2)

@@ -300,7 +300,6 @@ ENGINES = {
         {"engines.router.policy": "round_robin"}, {"engines.count": 2}, carries=("engines.router",)
     ),
     "broadcast": Feature({"sync.kind": "broadcast", "sync.bucket_mib": 1}),
-    "verified_sync": Feature({"sync.verify": True}, {"sync.kind": "broadcast"}),
     "prompt_gap": Feature({"sync.max_prompt_gap": 0.5}),
     "weights_by_url": Feature({"sync.directory": WEIGHTS}),
     "sglang": Feature(

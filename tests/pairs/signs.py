@@ -220,7 +220,6 @@ SIGNS: dict[str, Sign] = {
     "external": lambda left: left.asked > 0,
     "router": lambda left: {row["engine_id"] for row in left.rows("rollouts/part-*")} == {"sglang-router"},
     "broadcast": _figure("time/sync_transfer_s", lambda seconds: seconds > 0),
-    "verified_sync": _figure("time/sync_verify_s"),
     "prompt_gap": _figure("sync/prompt_gap"),
     "weights_by_url": lambda left: any(name.endswith(".safetensors") for name in left.uploaded),
 }

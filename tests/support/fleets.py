@@ -66,3 +66,8 @@ async def assert_idle(dispatcher: Dispatcher) -> None:
                 break
             await asyncio.sleep(0.01)
         assert (await engine.server_info())["load"]["running"] == 0
+
+
+async def checksums(fleet: Fleet) -> list[Any]:
+    """Of each engine the checksums of the tensors that it holds."""
+    return [await engine.weights.checksum() for engine in fleet._clients.values()]

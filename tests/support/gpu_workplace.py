@@ -42,7 +42,7 @@ def configuration(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
         "reward": {"function": "millrace.core.rewards.text:contains", "workers": 2},
         "trainer": {"optimizer": {"lr": 1e-5}},
         "engines": {"sglang": SGLANG},
-        "sync": {"kind": "ipc", "verify": True},
+        "sync": {"kind": "ipc", "max_prompt_gap": 0.02},
         "checkpoint": {"every": 2, "export_last": False},
     }
     return shapes.laid_over(shapes.laid_over(shapes.colocated(folder / "model", folder), own), changes)

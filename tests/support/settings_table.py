@@ -168,7 +168,7 @@ ROWS: dict[str, Row] = {
         ),
         *_under("engines", "max_total_tokens addresses key router.policy router.options"),
         *_under("placement", "colocate offload_engines offload_trainer ray_address wait_s"),
-        *_under("sync", "kind directory bucket_mib verify"),
+        *_under("sync", "kind directory bucket_mib"),
     ),
     **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),
     **_any_start("flows/driver/ahead_guard.py", "pipeline.min_ess"),

@@ -330,7 +330,6 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("sync folder in a bucket that does not answer", ["sync.directory=s3://bucket/weights"], "sync.directory"),
     ("sync folder in no storage", ["sync.directory=ftps4://weights"], "sync.directory"),
     ("a comparison at another temperature", ["sync.max_prompt_gap=0.02", "rollout.sampling.temperature=0.7"], "sync.max_prompt_gap"),
-    ("nothing to verify weights by", ["sync.kind=disk", "sync.verify=true"], "sync.verify"),
     ("no Ray there", ["placement.ray_address=127.0.0.1:1"], "placement.ray_address"),
     ("host of others", ["engines.host=192.0.2.1"], "engines.host"),
     ("tracking without a URI", ["tracking.uri=mlflow.db"], "tracking.uri"),

@@ -70,13 +70,13 @@ def _external(config: RunConfig, e: ExternalEngines) -> Iterator[Problem]:
             "engines.kind=external needs the URL of each engine, once",
             "give URLs as in http://host:30000",
         )
-    loads_folders = config.sync_kind == "disk" or config.sync.verify
+    loads_folders = config.sync_kind == "disk"
     if loads_folders and config.sync.by_url:
         yield Problem(
             "sync.directory",
             config.sync.directory,
             "no process of millrace runs beside an external engine that could copy weights from storage",
-            "name a folder that trainer and engines see under the same path, or set sync.kind=broadcast without sync.verify",
+            "name a folder that trainer and engines see under the same path, or set sync.kind=broadcast",
         )
     if loads_folders and config.sync.directory is None and any(at.hostname not in LOOPBACK for at in parts):
         yield Problem(
@@ -168,8 +168,6 @@ def _speculative(config: RunConfig) -> Iterator[Problem]:
     reason = "SGLang loads no folder of weights into an engine that drafts, or loads the same into policy and draft"
     if config.sync_kind == "disk":
         yield Problem(field, algorithm, reason, "set sync.kind=broadcast, or share GPUs (ipc)")
-    if config.sync.verify:
-        yield Problem("sync.verify", True, reason, f"set it to false, or leave {field} out")
 
 
 def _upstream_options(config: RunConfig) -> Iterator[Problem]:

@@ -20,13 +20,6 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "GPU memory is shared within one GPU only",
             "set it to broadcast or disk, or set placement.colocate=true",
         )
-    if config.sync.verify and config.sync_kind == "disk":
-        yield Problem(
-            "sync.verify",
-            True,
-            "it compares the engines' weights with those on disk, and here sync.kind=auto takes disk itself",
-            f"set sync.kind={'ipc' if colocate else 'broadcast'}, or set it to false",
-        )
     yield from _compared(config)
     if config.sync.kind != "broadcast":
         return

@@ -19,6 +19,7 @@ from millrace.connectors.sglang.fleet import Fleet
 from millrace.core.contracts.handles import BroadcastGroup
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 from millrace.core.errors import EngineError, TrainerStalledError
+from tests.support.fleets import checksums
 from tests.support.local_handle import LocalHandle
 
 MakeFleet = Callable[..., Fleet]
@@ -92,7 +93,7 @@ async def holding(fleet: Fleet, model: Path, version: int) -> list[Any]:
     """Checksums of engines that serve other weights, as the folder gives them."""
     await fleet.ensure(str(model))
     await fleet.update_weights(str(model), version)
-    return list((await fleet.checksums([0, 1])).values())
+    return await checksums(fleet)
 
 
 async def test_engines_hold_what_was_broadcast_and_keep_their_group(
@@ -104,10 +105,10 @@ async def test_engines_hold_what_was_broadcast_and_keep_their_group(
     seconds = await publish(fleet, sending, 32)
     assert set(seconds) == {"group", "gather", "transfer"}
     assert fleet.unconfirmed(32) == []
-    assert list((await fleet.checksums([0, 1])).values()) == wanted
+    assert await checksums(fleet) == wanted
     await fleet.update_weights(str(tiny_model), 33)
     await publish(fleet, sending, 34)
-    assert list((await fleet.checksums([0, 1])).values()) == wanted
+    assert await checksums(fleet) == wanted
     assert len(sending.groups) == 1
     assert fleet.restarts == 0
 
@@ -134,7 +135,7 @@ async def test_an_engine_lost_amid_a_broadcast_is_replaced_and_all_hold_the_weig
     sending.disturb = once
     await publish(fleet, sending, 42)
     assert fleet.unconfirmed(42) == []
-    assert list((await fleet.checksums([0, 1])).values()) == wanted
+    assert await checksums(fleet) == wanted
     assert fleet.restarts >= 1
     assert len(sending.groups) >= 2
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from millrace.connectors.sglang.engine_weights import differing_tensors
 from millrace.core.errors import BudgetError, EngineError, EngineLostError, MissingFileError
 from tests.support.engine_process import reference_logprobs
-from tests.support.fleets import LONG, PROMPT, SHORT, MakeFleet, generate, serving, until_generating
+from tests.support.fleets import (
+    LONG,
+    PROMPT,
+    SHORT,
+    MakeFleet,
+    checksums,
+    generate,
+    serving,
+    until_generating,
+)
 from tests.support.local_handle import LocalHandle
 
 
@@ -206,7 +213,7 @@ async def test_weights_come_by_url_to_every_engine_and_no_copy_stays(
     fleet = make_fleet()
     await fleet.ensure(str(tiny_model))
     await fleet.update_weights(str(other_model), 50)
-    wanted = await fleet.checksums([0, 1])
+    wanted = await checksums(fleet)
     await fleet.update_weights(str(tiny_model), 51)
     with pytest.raises(MissingFileError, match="no such folder"):
         await fleet.update_weights(f"file://{other_model}/nothing", 52)
@@ -214,45 +221,9 @@ async def test_weights_come_by_url_to_every_engine_and_no_copy_stays(
     seconds = await fleet.update_weights(f"file://{other_model}", 52)
     assert seconds["fetch"] > 0
     assert fleet.unconfirmed(52) == []
-    assert await fleet.checksums([0, 1]) == wanted
+    assert await checksums(fleet) == wanted
     name = handles[0].server.config.run.name
     assert not list(Path("/dev/shm").glob(f"millrace-{name}-engine-*"))
-
-
-async def test_tensors_that_are_not_those_of_the_export_are_named(
-    make_fleet: MakeFleet, tiny_model: Path, other_model: Path
-) -> None:
-    fleet = make_fleet()
-    await fleet.ensure(str(tiny_model))
-    await fleet.update_weights(str(tiny_model), 60)
-    await fleet.verify(str(tiny_model), 60, [0, 1])
-    with pytest.raises(
-        EngineError, match=r"version 60 .*: engine-0 in \S*model\.\S+, .* and \d+ more; engine-1 in"
-    ):
-        await fleet.verify(str(other_model), 60, [0, 1])
-
-
-async def test_requests_under_way_at_a_comparison_meet_what_the_update_before_did_to_them(
-    make_fleet: MakeFleet, tiny_model: Path
-) -> None:
-    fleet = make_fleet()
-    await fleet.ensure(str(tiny_model))
-    await fleet.update_weights(str(tiny_model), 61, [0], "retract")
-    await fleet.verify(str(tiny_model), 61, [0], "retract")
-    assert fleet._clients[0].refits_amid_requests == 2  # neither ended a request
-
-
-def test_checksums_differ_by_tensor_on_any_gpu() -> None:
-    """SGLang's answer has a rank's checksums once a GPU, beside one of them all."""
-
-    def answer(*gpus: dict[str, str]) -> dict[str, Any]:
-        return {"success": True, "ranks": [{"checksums": gpu, "per_gpu_checksum": str(gpu)} for gpu in gpus]}
-
-    one = answer({"a": "1", "b": "2"}, {"a": "1", "b": "2"})
-    assert differing_tensors(one, one) == []
-    assert differing_tensors(one, answer({"a": "1", "b": "2"}, {"a": "1", "b": "3"})) == ["b"]
-    assert differing_tensors(one, answer({"a": "0", "b": "2"}, {"a": "0"})) == ["a", "b"]
-    assert differing_tensors({"message": "1"}, {"message": "2"}) == []
 
 
 async def test_refused_weights_leave_the_engines_generating(

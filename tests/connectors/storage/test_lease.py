@@ -195,7 +195,9 @@ def test_a_pid_that_another_process_has_now_is_a_dead_holder() -> None:
 def test_a_broken_lease_is_named_and_its_remedy_works(root: str, content: bytes) -> None:
     store = Store(root)
     store.write(FIRST, content)
-    with pytest.raises(CorruptFileError, match=f"{FIRST}: is not a lease; make sure .* then remove this file"):
+    with pytest.raises(
+        CorruptFileError, match=f"{FIRST}: is not a lease; make sure .* then remove this file"
+    ):
         Lease.take(store)
     store.remove(FIRST)
     assert Lease.take(store).token == 1

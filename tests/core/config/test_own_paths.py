@@ -49,7 +49,6 @@ NO_PATH = {  # named or described by a word for one
     "algorithm.loss.function",
     "algorithm.shaping.function",
     "algorithm.teacher_server.hint.function",
-    "sync.verify",
     "engines.addresses",
     "evaluation.sets[].name",
     "reward.named[].name",

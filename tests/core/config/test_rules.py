@@ -186,7 +186,6 @@ def test_these_agree(overrides: list[str]) -> None:
             "sync.directory",
         ),
         (["sync.directory=memory://w"], "sync.directory"),
-        (["sync.kind=disk", "sync.verify=true"], "sync.verify"),
         (
             [
                 "engines.kind=external",
@@ -207,16 +206,11 @@ def test_these_agree(overrides: list[str]) -> None:
         (["engines.prefill=1"], "engines.prefill"),
         (["engines.kind=sglang", "engines.max_total_tokens=10"], "engines.max_total_tokens"),
         (["sync.kind=disk", "sync.bucket_mib=1"], "sync.bucket_mib"),
-        (["sync.verify=true"], "sync.verify"),
         (["engines.prefill=1", "engines.count=2", "engines.kind=embedded"], "engines.prefill"),
         (["engines.prefill=1", "engines.count=2", "engines.router={}"], "engines.router"),
         (
             ["engines.sglang.speculative_algorithm=NGRAM", "sync.kind=disk"],
             "engines.sglang.speculative_algorithm",
-        ),
-        (
-            ["engines.kind=sglang", "engines.sglang.speculative_algorithm=NGRAM", "sync.verify=true"],
-            "sync.verify",
         ),
         (
             [*SPECULATIVE, "rollout.sampling.min_p=0.1", "algorithm.correction.kind=none"],
