@@ -17,6 +17,7 @@ from millrace.connectors.huggingface.trained_turns import Piece
 from millrace.connectors.storage.prompts import first_rows
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.data import Source
+from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import RewardFunction
@@ -47,7 +48,7 @@ ARRAY = "it is one JSON array; write an object a line, as `jq -c '.[]' FILE > FI
 class Rows:
     """The first rows of a source, usable and unusable."""
 
-    def __init__(self, field: str, source: Source | EvalSet) -> None:
+    def __init__(self, field: str, source: PromptRows) -> None:
         self.field = field
         self.source = source
         self.usable: list[PromptRow] = []

@@ -16,7 +16,7 @@ from millrace.connectors.storage.prompts import about_rows, fingerprint, read_so
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Data, Source
-from millrace.core.config.evaluation import EvalSet
+from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.contracts import schema
 from millrace.core.contracts.rows.prompts import Quarantined, SourceFingerprint
 from millrace.core.contracts.task_records import FileRecord
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class PromptSet:
     """The usable rows of one source, in file order."""
 
-    source: Source | EvalSet
+    source: PromptRows
     usable: list[UsablePrompt]
     quarantined: list[Quarantined] = field(default_factory=list)
 
@@ -115,7 +115,7 @@ class PromptDataset:
 
 
 def load_prompts(
-    source: Source | EvalSet, tokenizer: PromptTokenizer, max_tokens: int, *, skips_special: bool = True
+    source: PromptRows, tokenizer: PromptTokenizer, max_tokens: int, *, skips_special: bool = True
 ) -> PromptSet:
     """Read and tokenise one source; rows that cannot be used are quarantined with their reason. skips_special: as of `tokenised`."""
     rows, quarantined = read_source(source)

@@ -13,7 +13,7 @@ from millrace.connectors.huggingface.dialogue import Dialogues, TrainedDialogue
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.sources.addressed import AddressedRows
 from millrace.core.config.data import Data, Source
-from millrace.core.config.evaluation import EvalSet
+from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.rows.chat_options import chat_options
 from millrace.core.contracts.rows.own_sampling import SAMPLING
@@ -66,7 +66,7 @@ class Rows(Protocol):
 
 
 def tokenised(
-    source: Source | EvalSet,
+    source: PromptRows,
     rows: Sequence[PromptRow],
     tokenizer: PromptTokenizer,
     limit: int,
@@ -88,7 +88,7 @@ def tokenised(
 
 
 def _tokenised(
-    source: Source | EvalSet, rows: Sequence[PromptRow], tokenizer: PromptTokenizer, limit: int
+    source: PromptRows, rows: Sequence[PromptRow], tokenizer: PromptTokenizer, limit: int
 ) -> list[Read]:
     if source.loss_on != "answer":
         reader = Dialogues(tokenizer, ())
@@ -105,7 +105,7 @@ def _tokenised(
     ]
 
 
-def _dialogue(source: Source | EvalSet, row: PromptRow, reader: Dialogues, limit: int) -> Read:
+def _dialogue(source: PromptRows, row: PromptRow, reader: Dialogues, limit: int) -> Read:
     """A row that is a whole dialogue, which becomes tokens once."""
     assert not isinstance(row.prompt, str), "rows without messages are refused where they are read"
     messages = with_system(row.prompt, source.system)

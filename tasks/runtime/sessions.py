@@ -10,8 +10,7 @@ from functools import cached_property
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.workers.session_pool import SessionPool
 from millrace.core.config import RunConfig
-from millrace.core.config.data import Source
-from millrace.core.config.evaluation import EvalSet
+from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.config.rollout import Sampling
 from millrace.core.pipeline.sharding import WHOLE, Share
 from millrace.core.sessions.interface import Message
@@ -41,7 +40,7 @@ class Sessions:
 
     def opening(
         self,
-        source: Source | EvalSet,
+        source: PromptRows,
         rollout_id: str,
         group_id: str,
         prompt: str,

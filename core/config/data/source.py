@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from millrace.core.config.data.curriculum import Levels, Pools
+from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.restart import ANY_START
-from millrace.core.config.parts.section import NAME, Section
 from millrace.core.config.parts.user_function import UserFunction
-from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
-from millrace.core.contracts.rows.trained_messages import LossOn
 
 
-class Source(Section):
+class Source(PromptRows):
     """One set of prompts."""
 
-    name: str = Field("default", pattern=NAME, description="Name of the source in metrics and lineage.")
     path: Annotated[str, ANY_START, READS] = Field(
         "",
         description="JSONL or Parquet file, a folder of them, a pattern (data/*.jsonl) or a folder of `save_to_disk`; path or fsspec URL. `@[first:last]` after it takes a slice of the rows. Or leave it out, and name a function in `rows`.",
@@ -37,43 +34,4 @@ class Source(Section):
     )
     weight: float = Field(
         1.0, gt=0, description="Share of the prompts drawn from this source, relative to the others."
-    )
-    prompt_key: str = Field(
-        "prompt",
-        description="Column with the prompt: a string or a list of chat messages. Keys may be dotted: reward_model.ground_truth.",
-    )
-    label_key: str | None = Field(
-        "label", description="Column with the reference answer, handed to the reward."
-    )
-    metadata_key: str | None = Field("metadata", description="Column with a mapping handed to the reward.")
-    extra_keys: list[str] = Field(
-        [],
-        description="Further columns that the reward gets, in `metadata` under the names given here: [data_source, extra_info.index].",
-    )
-    chat: bool = Field(True, description="Apply the chat template; a string prompt becomes one user message.")
-    system: str | None = Field(None, description="System message put before prompts that have none.")
-    tools_key: str | None = Field(
-        None,
-        description="Column with a list of tools in OpenAI's form, or its JSON text, which the chat template shows the model.",
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Variables of the chat template: {enable_thinking: false}."
-    )
-    chat_template_kwargs_key: str | None = Field(
-        None, description="Column with such variables of the row, which override the source's."
-    )
-    sampling_key: str | None = Field(
-        None,
-        description="Column with the row's own `max_new_tokens`, `stop` and `stop_token_ids`, a mapping or its JSON text, instead of the values of `rollout.sampling`. The shorter length counts.",
-    )
-    label_from_prompt: bool = Field(
-        False,
-        description="Take the assistant's message off the end of a prompt as the reference answer, instead of `label_key`.",
-    )
-    loss_on: LossOn = Field(
-        "answer",
-        description="Supervised training: what has a loss. answer: the label. Otherwise `prompt_key` names whole dialogues; assistant: each message of the assistant; last_assistant: the last one. A message's `weight` (0, 1) or `train` (false, true) overrides this.",
-    )
-    reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
-        None, description="Reward of this source's samples; null: the section `reward`."
     )

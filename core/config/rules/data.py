@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from millrace.core.config.data import Source
-from millrace.core.config.evaluation import EvalSet
+from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import NamedReward
 from millrace.core.config.rollout import NamedRollout
@@ -33,8 +33,8 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def loss_problems(field: str, source: Source | EvalSet, supervised: bool) -> Iterator[Problem]:
-    """Sources without a loss (dialogues in RL, rows without an answer in supervised training), and idle settings."""
+def loss_problems(field: str, source: PromptRows, supervised: bool) -> Iterator[Problem]:
+    """What has no loss: in RL whole dialogues, in supervised training rows without an answer. And what then does nothing."""
     if supervised and source.sampling_key:
         yield Problem(
             f"{field}.sampling_key",
@@ -128,9 +128,7 @@ def _stages(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def same_names(
-    field: str, items: Sequence[Source | EvalSet | NamedReward | NamedRollout]
-) -> Iterator[Problem]:
+def same_names(field: str, items: Sequence[PromptRows | NamedReward | NamedRollout]) -> Iterator[Problem]:
     """Two items of a list with one name."""
     names = [item.name for item in items]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
@@ -143,7 +141,7 @@ def same_names(
         )
 
 
-def template_problems(field: str, source: Source | EvalSet) -> Iterator[Problem]:
+def template_problems(field: str, source: PromptRows) -> Iterator[Problem]:
     """Variables that a chat template gets from elsewhere."""
     for name in sorted(RESERVED & source.chat_template_kwargs.keys()):
         remedy = "name the column with tools in tools_key" if name == "tools" else "remove it"

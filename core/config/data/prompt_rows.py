@@ -1,0 +1,57 @@
+"""What a source of prompts and a held-out set share: their files, their columns, and how a row becomes a prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from millrace.core.config.parts.section import NAME, Section
+from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
+from millrace.core.contracts.rows.trained_messages import LossOn
+
+
+class PromptRows(Section):
+    """Rows with prompts, and which of their columns holds what."""
+
+    name: str = Field("default", pattern=NAME, description="Its name in metrics, files and lineage.")
+    path: str  # each says which it takes
+    prompt_key: str = Field(
+        "prompt",
+        description="Column with the prompt: a string or a list of chat messages. Keys may be dotted: reward_model.ground_truth.",
+    )
+    label_key: str | None = Field(
+        "label", description="Column with the reference answer, handed to the reward."
+    )
+    metadata_key: str | None = Field("metadata", description="Column with a mapping handed to the reward.")
+    extra_keys: list[str] = Field(
+        [],
+        description="Further columns that the reward gets, in `metadata` under the names given here: [data_source, extra_info.index].",
+    )
+    chat: bool = Field(True, description="Apply the chat template; a string prompt becomes one user message.")
+    system: str | None = Field(None, description="System message put before prompts that have none.")
+    tools_key: str | None = Field(
+        None,
+        description="Column with a list of tools in OpenAI's form, or its JSON text, which the chat template shows the model.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Variables of the chat template: {enable_thinking: false}."
+    )
+    chat_template_kwargs_key: str | None = Field(
+        None, description="Column with such variables of the row, which override the section's."
+    )
+    sampling_key: str | None = Field(
+        None,
+        description="Column with the row's own `max_new_tokens`, `stop` and `stop_token_ids`, a mapping or its JSON text, instead of the values of `rollout.sampling`. The shorter length counts.",
+    )
+    label_from_prompt: bool = Field(
+        False,
+        description="Take the assistant's message off the end of a prompt as the reference answer, instead of `label_key`.",
+    )
+    loss_on: LossOn = Field(
+        "answer",
+        description="Supervised training: what has a loss. answer: the label. Otherwise `prompt_key` names whole dialogues; assistant: each message of the assistant; last_assistant: the last one. A message's `weight` (0, 1) or `train` (false, true) overrides this.",
+    )
+    reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
+        None, description="Reward of its samples; null: the section `reward`."
+    )
