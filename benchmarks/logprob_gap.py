@@ -216,13 +216,15 @@ def case(
     model: Path, dtype: str, prompts: list[list[int]], sizes: Sizes, folder: Path, threads: int
 ) -> list[dict[str, Any]]:
     """One model: five steps, then every state of the engine."""
+    from millrace.core.contracts.step_request import StepRequest
+
     trainer = Trainer(model, dtype, sizes, folder, threads)
     exports = [folder / "0"]
     trainer.rank.export(str(exports[0]), 0)
     for step in range(1, VERSIONS + 1):
         right = dict(states(exports, dtype))["right"]()
         made = generate(exports[-1], right, prompts, sizes.tokens, seed=step)
-        trainer.rank.train(step, trainer.batch(step, prompts, made))
+        trainer.rank.train(StepRequest(step, trainer.batch(step, prompts, made)))
         exports.append(folder / str(step))
         trainer.rank.export(str(exports[-1]), step)
     found = []

@@ -21,6 +21,7 @@ from prefect import task
 
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import EAGER, LOGPROBS
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import FileRecord, StepFile, StepMetrics, TrainStepRecord
 from millrace.core.errors import MillraceError
 from millrace.core.logprob_gap import LogprobGuard
@@ -53,7 +54,10 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             compares, stores = first and ctx.config.generates, first and ctx.config.trainer.store_logprobs
             guard = await asyncio.to_thread(_guard, ctx) if compares else None
             ctx.runtime.recovery.ready()
-            steps.append(await ranks.train(version, batch_url, guard, None, batch["sha256"], chunks, stores))
+            asked_for = StepRequest(
+                version, batch_url, guard, batch_sha256=batch["sha256"], chunks=chunks, stores=stores
+            )
+            steps.append(await ranks.train(asked_for))
             await kill_point(ctx.index, "train_step", "in")
     tidying.cancel()
     _keep_floor(ctx, steps)

@@ -110,8 +110,10 @@ class Millrace:
 
     def step(self, prepared: str) -> dict[str, Any]:
         """Train on it; loss, gradient norm and the seconds of each phase."""
+        from millrace.core.contracts.step_request import StepRequest
+
         self.version += 1
-        metrics = self.rank.train(self.version, prepared)
+        metrics = self.rank.train(StepRequest(self.version, prepared))
         return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "phases": metrics["seconds"]}
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from benchmarks.batch_rows import batch_row, write_batch
 from benchmarks.gpu.shapes import command_line
 from millrace.connectors.megatron.model.attention import PackedAttention
 from millrace.connectors.megatron.rank import TrainerRank
+from millrace.core.contracts.step_request import StepRequest
 
 PROMPT, PACK = 64, 16384
 WAYS = {"gradients": ("overlapped", "afterwards"), "context": ("heads exchanged", "keys gathered")}
@@ -131,7 +132,7 @@ def _rank(
             _take(trainer.learner.policy.model, options.what, new=way == new)
             torch.distributed.barrier()
             started = time.perf_counter()
-            answer = trainer.train(version, url)
+            answer = trainer.train(StepRequest(version, url))
             if gpu:
                 torch.cuda.synchronize()
             if turn:

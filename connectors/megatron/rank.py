@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.megatron.rank_weights import RankWeights
 from millrace.connectors.megatron.refusals import check_loss, check_rows
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
 from millrace.core.hooks import search_in
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from millrace.connectors.megatron.packing import Row
     from millrace.core.contracts.handles import HeldOutSample
     from millrace.core.contracts.task_records import StepMetrics
-    from millrace.core.logprob_gap import LogprobGuard
 
 
 class TrainerRank(RankWeights):
@@ -114,78 +114,55 @@ class TrainerRank(RankWeights):
         critic = self.learner.critic
         self.offload_state = OptimizerOffload([policy, critic.trainable] if critic else [policy])
 
-    def train(
-        self,
-        version: int,
-        batch_url: str,
-        guard: LogprobGuard | None = None,
-        recorded: StepMetrics | None = None,
-        batch_sha256: str | None = None,
-        chunks: Sequence[int] | None = None,
-        stores: bool = False,
-    ) -> dict[str, Any]:
-        """Make weight version `version` from the previous one, with the rows of the batch that name this step.
+    def train(self, step: StepRequest) -> dict[str, Any]:
+        """Make a step, or answer from memory if its version is held already.
 
-        Answers from memory if the version is already held.
-        guard, given with an iteration's first step: the allowed difference of engine and trainer on the samples of each of its steps.
-        recorded: the figures of an earlier run of this step, which is then repeated with its settings of that time.
-        batch_sha256: the batch's hash in the record or manifest that committed it. chunks: the number of rows of each chunk if passes
-        run chunk by chunk; for a recorded step, the record's numbers.
-        stores, given with an iteration's first step: write the trainer's log-probabilities beside the batch.
         Raises CorruptFileError if the batch has another hash; RefusedStepError if the difference is too large, the step has no tokens,
         or loss or gradient are not finite; TrainerMemoryError if GPU memory runs out; TrainerError for any other version. After an
         error the weights are unchanged.
         """
-        if version == self.version and self.last is not None:
-            self._check_made_of(batch_url, batch_sha256)
+        if step.version == self.version and self.last is not None:
+            self._check_made_of(step)
             return self.last
-        if self.version is None or version != self.version + 1:
+        if self.version is None or step.version != self.version + 1:
             raise TrainerError(
-                f"rank {self.rank} holds weight version {self.version} and cannot make version {version} of it",
+                f"rank {self.rank} holds weight version {self.version} and cannot make version {step.version} of it",
                 remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
             )
         with self._working("train"):
-            cut = recorded.get("chunks") if recorded is not None else chunks
-            self.last = self._train(version, batch_url, guard, recorded, batch_sha256, cut, stores)
-            self.version, self._trained_on = version, batch_sha256
+            self.last = self._train(step)
+            self.version, self._trained_on = step.version, step.batch_sha256
         return self.last
 
-    def _train(
-        self,
-        version: int,
-        batch_url: str,
-        guard: LogprobGuard | None,
-        recorded: StepMetrics | None,
-        batch_sha256: str | None,
-        chunks: Sequence[int] | None,
-        stores: bool,
-    ) -> dict[str, Any]:
+    def _train(self, step: StepRequest) -> dict[str, Any]:
         from millrace.connectors.megatron.comparison import Comparison
         from millrace.connectors.megatron.packing import cut_into
         from millrace.connectors.megatron.stored_logprobs import sample_logprobs, write_logprobs
 
         started = time.perf_counter()
+        version, guard, recorded = step.version, step.guard, step.recorded
+        chunks = recorded.get("chunks") if recorded is not None else step.chunks
         if recorded is not None:
             check_trainer_fits(version, recorded, self.step_settings)
-        every = self._read(batch_url, batch_sha256)
+        every = self._read(step.batch_url, step.batch_sha256)
         steps = sorted({row.train_step for row in every})
         versions = range(steps[0], steps[0] + self.config.trainer.passes * len(steps)) if steps else range(0)
         if version in versions[1:]:
-            self._check_made_of(batch_url, batch_sha256)  # the step before is of this iteration
+            self._check_made_of(step)  # the step before is of this iteration
         due = steps[(version - steps[0]) % len(steps)] if version in versions else version
         rows = [row for row in every if row.train_step == due]
         comparison = Comparison(self.learner, guard) if guard is not None else None
-        check_rows(rows, version, batch_url, self.config.algorithm.correction.max_token_age)
+        check_rows(rows, version, step.batch_url, self.config.algorithm.correction.max_token_age)
         if chunks:
             prepared = time.perf_counter()
             metrics, packs, logprobs = self.chunks.finish(version, cut_into(rows, chunks))
         else:
             self.chunks.drop()
-            batch = self.learner.rank_batch(version, batch_url, every, batch_sha256)
+            batch = self.learner.rank_batch(version, step.batch_url, every, step.batch_sha256)
             if comparison is not None:
-                for step, gap in self.learner.logprob_gaps().items():
-                    comparison.check([row for row in every if row.train_step == step], *gap, version)
-            stored = self.learner.batches_before_update() if stores else []
+                for number, gap in self.learner.logprob_gaps().items():
+                    comparison.check([row for row in every if row.train_step == number], *gap, version)
+            stored = self.learner.batches_before_update() if step.stores else []
             prepared = time.perf_counter()
             metrics = self.learner.forward_backward(batch, version)
             logprobs = [row for each in stored for row in sample_logprobs(each)]
@@ -197,7 +174,7 @@ class TrainerRank(RankWeights):
             metrics |= comparison.figures
         self.learner.check_on_policy(version, metrics)
         # before the weights change, so that after a failed write the whole step can be repeated
-        files = write_logprobs(logprobs, batch_url) if stores else []
+        files = write_logprobs(logprobs, step.batch_url) if step.stores else []
         metrics |= self._apply(version, metrics, len(rows), recorded)
         finished = time.perf_counter()
         if version == versions[-1]:
@@ -241,11 +218,11 @@ class TrainerRank(RankWeights):
             rows = read_rows(Store(folder).read_table(name, "batch", sha256=sha256))
             return self.chunks.add(version, number, rows)
 
-    def _check_made_of(self, batch_url: str, batch_sha256: str | None) -> None:
+    def _check_made_of(self, step: StepRequest) -> None:
         """Raise TrainerError if the held version was made from another batch. Not checked for a loaded version."""
-        if batch_sha256 != self._trained_on and None not in (batch_sha256, self._trained_on):
+        if step.batch_sha256 != self._trained_on and None not in (step.batch_sha256, self._trained_on):
             raise TrainerError(
-                f"rank {self.rank} made weight version {self.version} of another batch than {batch_url}",
+                f"rank {self.rank} made weight version {self.version} of another batch than {step.batch_url}",
                 remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
             )
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict
 
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
-from millrace.core.logprob_gap import LogprobGuard
 from millrace.core.model_folder.served_files import ALONE, Served
 
 # This header says how many of a request's last input ids are output of the same answer, generated before. It is no field of the
@@ -182,22 +182,8 @@ class TrainerHandle(Protocol):
         """Load a checkpoint; returns the version it holds."""
         ...
 
-    async def train(
-        self,
-        version: int,
-        batch_url: str,
-        guard: LogprobGuard | None,
-        recorded: StepMetrics | None = None,
-        batch_sha256: str | None = None,
-        chunks: Sequence[int] | None = None,
-        stores: bool = False,
-    ) -> StepMetrics:
-        """Train weight version `version` from the previous one, or repeat the `recorded` step; returns the step's metrics.
-
-        guard: for an iteration's first step. batch_sha256: the hash of the batch in the record or manifest that committed it.
-        chunks: rows of each chunk, if passes are made chunk by chunk. stores: whether the trainer's log-probabilities are
-        written beside the batch, for an iteration's first step.
-        """
+    async def train(self, step: StepRequest) -> StepMetrics:
+        """Make a step; returns its figures."""
         ...
 
     async def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:

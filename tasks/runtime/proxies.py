@@ -13,10 +13,10 @@ from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.ray.actors import Actor, ActorGroup
 from millrace.connectors.sglang.process import EngineServer, RouterServer
 from millrace.core.contracts.handles import BroadcastGroup, HeldOutSample, SaveState, ServerState
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import ActorLostError
-from millrace.core.logprob_gap import LogprobGuard
 from millrace.core.model_folder.served_files import ALONE, Served
 
 log = logging.getLogger(__name__)
@@ -157,31 +157,9 @@ class TrainerProxy:
         """Load a checkpoint; returns the version it holds."""
         return (await self._ranks.call(TrainerRank.load, url))[0]
 
-    async def train(
-        self,
-        version: int,
-        batch_url: str,
-        guard: LogprobGuard | None,
-        recorded: StepMetrics | None = None,
-        batch_sha256: str | None = None,
-        chunks: Sequence[int] | None = None,
-        stores: bool = False,
-    ) -> StepMetrics:
-        """Train weight version `version` from the previous one, or repeat the `recorded` step; returns rank 0's metrics.
-
-        A step that all ranks refuse can be tried again.
-        """
-        figures = await self._ranks.call_together(
-            FAILED_ALONE_S,
-            TrainerRank.train,
-            version,
-            batch_url,
-            guard,
-            recorded,
-            batch_sha256,
-            chunks,
-            stores,
-        )
+    async def train(self, step: StepRequest) -> StepMetrics:
+        """Make a step; rank 0's figures. One that all ranks refuse can be tried again."""
+        figures = await self._ranks.call_together(FAILED_ALONE_S, TrainerRank.train, step)
         return cast(StepMetrics, figures[0])
 
     async def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:

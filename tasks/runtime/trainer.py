@@ -24,6 +24,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import BackgroundSaves, SaveState, TrainerHandle
 from millrace.core.contracts.progress import starting, waiting
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import ActorLostError, CorruptFileError, MissingFileError, TrainerError
 from millrace.core.replay import check_replayed, is_exact
@@ -282,8 +283,9 @@ async def replay(
         recorded = await asyncio.to_thread(recorded_step, files, replayed)
         batch = await asyncio.to_thread(files.entry, "batch.parquet")
         with files.with_remedy():
+            url = files.folder.url_of(batch.path)
             figures = await ranks.train(
-                replayed, files.folder.url_of(batch.path), None, recorded, batch.sha256
+                StepRequest(replayed, url, recorded=recorded, batch_sha256=batch.sha256)
             )
         if recorded is not None:
             exact = exact and is_exact(recorded, figures)  # weights differ too after the first inexact step

@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu.shapes import SGLANG, configuration, model_folder, weight_bytes
 from millrace.connectors.prefect.server import ensure_server, stop_server
 from millrace.core.config import RunConfig
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.staleness import VersionRange
 from millrace.tasks.runtime.runtime import Runtime
 from tests.support.gpu_workplace import server_of
@@ -67,7 +68,7 @@ async def stepped(runtime: Runtime, folder: Path, version: int) -> dict[str, Any
     batch = write_batch(folder / f"batch-{version}", samples(version, logprob=-math.log(151936)))
     async with runtime.memory.for_trainer() as trainer:
         ranks = await trainer.at(version - 1)
-        return dict(await ranks.train(version, batch, None))
+        return dict(await ranks.train(StepRequest(version, batch)))
 
 
 async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: 
         asleep = used()
         assert serving - asleep > 0.8 * SHARE * total()  # weights and KV cache
         ranks = await trainer.at(0)
-        await ranks.train(1, batch, None)
+        await ranks.train(StepRequest(1, batch))
         training = used()
         freed = await ranks.offload()
     offloaded = used()

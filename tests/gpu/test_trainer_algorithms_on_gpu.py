@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from millrace.core.config.algorithm import Algorithm  # noqa: E402
+from millrace.core.contracts.step_request import StepRequest
 from tests.support import plain_trainer, trainer_ranks  # noqa: E402
 
 CRITIC = {"lr": 1e-3, "clip": 0.05}
@@ -95,7 +96,7 @@ def test_the_guard_holds_exactly_and_steps_are_those_of_plain_models(
             url = trainer_ranks.write_batch(tmp_path / str(first), rows)
             plain.begin(rows)
             for step in steps:
-                found = rank.train(step, url)
+                found = rank.train(StepRequest(step, url))
                 expected = plain.learn(batches[step], step)
                 if step == first:
                     assert found["ratio_distance"] == 0.0

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from millrace.connectors.megatron.model import attention, dense_attention, logprobs  # noqa: E402
+from millrace.core.contracts.step_request import StepRequest
 from tests.support import kernel_checks, trainer_ranks  # noqa: E402
 from tests.support.distances import distance  # noqa: E402
 
@@ -147,7 +148,7 @@ def weights_after(settings: dict[str, Any], urls: list[str], fast: bool) -> tupl
                 vars(part).pop("_copy_main_params_to_model_params", None)
                 for group in part.optimizer.param_groups:
                     group["fused"] = False
-        norms = [rank.train(i + 1, url)["grad_norm"] for i, url in enumerate(urls)]
+        norms = [rank.train(StepRequest(i + 1, url))["grad_norm"] for i, url in enumerate(urls)]
         mains = [p.detach().clone() for group in rank.optimizer.param_groups for p in group["params"]]
         return mains + [p.detach().clone() for p in rank.policy.parameters()], norms
     finally:

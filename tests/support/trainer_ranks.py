@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.logprob_gap import LogprobGuard
 
 VOCAB = 97
@@ -152,7 +153,11 @@ class Group:
     def train(self, versions: Sequence[int], url: str, guard: float | None = None) -> list[dict[str, Any]]:
         """Rank 0's metrics of several steps."""
         held = None if guard is None else LogprobGuard(guard)
-        return [self.call("train", version, url, held)[0] for version in versions]
+        return [self.step(version, url, held)[0] for version in versions]
+
+    def step(self, *asked: Any) -> list[dict[str, Any]]:
+        """Every rank's metrics of a step. asked: as StepRequest takes it."""
+        return self.call("train", StepRequest(*asked))
 
 
 class Workers:

@@ -13,6 +13,7 @@ from millrace.connectors.megatron.packing import read_rows
 from millrace.connectors.storage.run_folder import EAGER
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
+from millrace.core.contracts.step_request import StepRequest
 from millrace.tasks.train_step import train_step
 from tests.support.eager_iteration import EACH, NEED, Iteration
 
@@ -42,9 +43,9 @@ class Ranks:
             self.passes += 1
         return len(self.held)
 
-    async def train(self, version: int, *arguments: Any) -> dict[str, Any]:
-        self.trained.append((version, *arguments))
-        return {"version": version}
+    async def train(self, step: StepRequest) -> dict[str, Any]:
+        self.trained.append(step)
+        return {"version": step.version}
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ async def test_the_step_is_told_the_chunks_and_removes_what_was_written_of_them(
     )
     assert len(it.ctx.folder.list(EAGER)) == 2
     await train_step.fn(it.ctx)
-    assert it.ranks.trained[0][5] == record["chunks"]
+    assert it.ranks.trained[0].chunks == record["chunks"]
     assert it.ctx.folder.list(EAGER) == []
 
 

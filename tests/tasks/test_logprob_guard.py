@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from millrace.core.config import RunConfig
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import FileRecord, FilterRecord, SampleSupervisedRecord
 from millrace.core.logprob_gap import LogprobGuard
 from millrace.tasks.context import IterationContext
@@ -28,18 +29,10 @@ class Ranks:
     async def at(self, version: int, ahead: int = 0) -> Ranks:
         return self
 
-    async def train(
-        self,
-        version: int,
-        url: str,
-        guard: LogprobGuard | None,
-        recorded: None,
-        sha256: str,
-        chunks: None,
-        stores: bool,
-    ) -> dict[str, Any]:
-        assert sha256 == BATCH["sha256"]
-        assert not stores
+    async def train(self, step: StepRequest) -> dict[str, Any]:
+        assert step.batch_sha256 == BATCH["sha256"]
+        assert not step.stores
+        version, guard = step.version, step.guard
         self.held[version] = guard
         measures = guard is not None and guard.limit is None
         floor = FLOOR if guard is None or guard.floor is None else guard.floor

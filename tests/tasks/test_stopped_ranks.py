@@ -20,6 +20,7 @@ from millrace.connectors.ray import cluster
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
 from millrace.core.waits.deadline import Limit
 from millrace.tasks.runtime.cluster import Cluster
@@ -88,7 +89,7 @@ async def test_a_stopped_rank_ends_its_step_in_the_limit_and_new_ranks_make_the_
 ) -> None:
     batch = write_batch(tmp_path / "batch", [row for step in (1, 2, 3) for row in samples(step)])
     ranks = await trainer.at(0)
-    undisturbed = [await ranks.train(version, batch, None) for version in (1, 2)]
+    undisturbed = [await ranks.train(StepRequest(version, batch)) for version in (1, 2)]
     await ranks.export(str(tmp_path / "undisturbed"), 2)
     pids = [(await actor.state())["actor_pid"] for actor in members(ranks)]
     for actor in members(ranks):
@@ -96,7 +97,7 @@ async def test_a_stopped_rank_ends_its_step_in_the_limit_and_new_ranks_make_the_
     await stopped(ranks, 1)
     began = time.monotonic()
     with pytest.raises(ActorStalledError) as caught:
-        await ranks.train(3, batch, None)
+        await ranks.train(StepRequest(3, batch))
     assert LIMIT.seconds < time.monotonic() - began < 10 * LIMIT.seconds
     said = str(caught.value)
     assert said.startswith(
@@ -106,13 +107,13 @@ async def test_a_stopped_rank_ends_its_step_in_the_limit_and_new_ranks_make_the_
     ranks = await trainer.at(0)  # ranks that were ended say no version: new ones are built
     for pid in pids:
         await until_gone(pid)
-    again = [await ranks.train(version, batch, None) for version in (1, 2)]
+    again = [await ranks.train(StepRequest(version, batch)) for version in (1, 2)]
     assert [(step["loss"], step["grad_norm"]) for step in again] == [
         (step["loss"], step["grad_norm"]) for step in undisturbed
     ]
     await ranks.export(str(tmp_path / "again"), 2)
     assert weights(tmp_path / "again") == weights(tmp_path / "undisturbed")
-    assert (await ranks.train(3, batch, None))["version"] == 3
+    assert (await ranks.train(StepRequest(3, batch)))["version"] == 3
 
 
 @pytest.mark.slow
@@ -123,24 +124,24 @@ async def test_a_rank_that_is_stopped_amid_a_step_by_either_side_is_replaced(
     batch = write_batch(tmp_path / "batch", [row for step in (1, 2) for row in samples(step)])
     ranks = await trainer.at(0)
     for version in (1, 2):
-        await ranks.train(version, batch, None)
+        await ranks.train(StepRequest(version, batch))
     await ranks.export(str(tmp_path / "undisturbed"), 2)
     await trainer.end()
     for number, made in ((0, 0), (1, 1)):
         ranks = await trainer.at(0)
         for version in range(1, made + 1):
-            await ranks.train(version, batch, None)
+            await ranks.train(StepRequest(version, batch))
         for actor in members(ranks):
             actor.limit = LIMIT
         pid = await stopped(ranks, number)
         with pytest.raises(
             ActorStalledError, match=f"train of trainer-0 to trainer-1.*trainer-{number} did not"
         ):
-            await ranks.train(made + 1, batch, None)
+            await ranks.train(StepRequest(made + 1, batch))
         await until_gone(pid)
         ranks = await trainer.at(0)
         for version in (1, 2):
-            await ranks.train(version, batch, None)
+            await ranks.train(StepRequest(version, batch))
         await ranks.export(str(tmp_path / f"again-{number}"), 2)
         assert weights(tmp_path / f"again-{number}") == weights(tmp_path / "undisturbed")
     for actor in members(ranks):

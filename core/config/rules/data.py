@@ -34,7 +34,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def loss_problems(field: str, source: PromptRows, supervised: bool) -> Iterator[Problem]:
-    """What has no loss: in RL whole dialogues, in supervised training rows without an answer. And what then does nothing."""
+    """Sources without a loss (dialogues in RL, rows without an answer in supervised training), and idle settings."""
     if supervised and source.sampling_key:
         yield Problem(
             f"{field}.sampling_key",

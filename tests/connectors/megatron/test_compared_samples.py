@@ -54,10 +54,10 @@ def compare(group: Group, folder: Path) -> None:
         RankFailedError,
         match=r"RefusedStepError: step 1: .*disagree on the samples of step 2: .*nothing was applied",
     ):
-        group.call("train", 1, bad, LogprobGuard(LIMIT))
+        group.step(1, bad, LogprobGuard(LIMIT))
     assert {state["version"] for state in group.call("state")} == {0}
-    first = group.call("train", 1, good, LogprobGuard(LIMIT))[0]
-    second = group.call("train", 2, good)[0]
+    first = group.step(1, good, LogprobGuard(LIMIT))[0]
+    second = group.step(2, good)[0]
     assert second["version"] == 2
     for step in (first, second):  # the second step's policy has moved, the one that sampled has not
         assert step["logprob_gap_max"] < 1e-4
@@ -97,7 +97,7 @@ def test_a_step_without_a_token_to_train_on_is_refused(
             RankFailedError, match="RefusedStepError: step 1: none of its 8 samples has a token to train on"
         ),
     ):
-        group.call("train", 1, write_batch(tmp_path, rows))
+        group.step(1, write_batch(tmp_path, rows))
 
 
 def test_entropy_is_reported_whether_the_loss_has_it_or_not(

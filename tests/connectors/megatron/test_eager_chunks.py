@@ -70,7 +70,7 @@ def train(group: Group, place: Place, early: int, versions: tuple[int, ...] = (1
         for number, chunk in enumerate(place.chunks[version - 1][:early]):
             assert set(group.call("pass_chunk", version, number, *chunk)) == {number + 1}
         url = place.batches[version - 1]
-        steps.append(group.call("train", version, url, None, None, None, COUNTS)[0])
+        steps.append(group.step(version, url, None, None, None, COUNTS)[0])
     return steps
 
 
@@ -102,7 +102,7 @@ def in_chunks(
 def plain(workers: Workers, place: Place, config: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """The same of two plain steps."""
     with workers.group(config) as group:
-        steps = [group.call("train", version, place.batches[version - 1])[0] for version in (1, 2)]
+        steps = [group.step(version, place.batches[version - 1])[0] for version in (1, 2)]
         return figures(steps), group.run(weights)
 
 
@@ -179,9 +179,7 @@ def test_what_is_held_is_not_passed_again_and_counts_only_for_the_rows_of_the_ba
         def made() -> list[int]:
             """The passes that the step itself makes, which must be the plain one."""
             passed()
-            assert figures(
-                [group.call("train", 1, place.batches[0], None, None, None, COUNTS)[0]]
-            ) == figures(plain)
+            assert figures([group.step(1, place.batches[0], None, None, None, COUNTS)[0]]) == figures(plain)
             return passed()
 
         again((0, first, 1), (1, second, 2))
@@ -215,7 +213,7 @@ def test_a_refused_step_is_made_again_from_its_first_chunk(
     with workers.group(configuration(model())) as group:
         group.call("pass_chunk", 1, 0, *place.chunks[0][0])
         with pytest.raises(RankFailedError, match="RefusedStepError.*engine and trainer disagree"):
-            group.call("train", 1, place.batches[0], LogprobGuard(1e-9), None, None, COUNTS)
+            group.step(1, place.batches[0], LogprobGuard(1e-9), None, None, COUNTS)
         assert group.call("state")[0]["version"] == 0
         assert figures(train(group, place, 1)) == whole
         with pytest.raises(RankFailedError, match="holds weight version 2 and cannot make passes of step 2"):
@@ -229,6 +227,6 @@ def test_a_recorded_step_is_made_again_in_the_chunks_that_it_was_made_in(
         (recorded,) = train(group, place, 2, (1,))
     assert recorded["chunks"] == COUNTS
     with workers.group(configuration(model())) as group:
-        again = group.call("train", 1, place.batches[0], None, recorded)[0]
+        again = group.step(1, place.batches[0], None, recorded)[0]
     assert figures([again]) == figures([recorded])
     assert again["chunks"] == COUNTS

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config import RunConfig
+from millrace.core.contracts.step_request import StepRequest
 from millrace.tasks.train_step import train_step
 from tests.support.eager_iteration import EACH, NEED, Iteration
 from tests.support.trainer_ranks import Group, Workers, configuration
@@ -39,8 +40,8 @@ class Ranks:
         self.passes.append(held[0])
         return held[0]
 
-    async def train(self, *arguments: Any) -> Any:
-        return (await asyncio.to_thread(self.group.call, "train", *arguments))[0]
+    async def train(self, step: StepRequest) -> Any:
+        return (await asyncio.to_thread(self.group.call, "train", step))[0]
 
 
 def drop(rank: Any) -> None:

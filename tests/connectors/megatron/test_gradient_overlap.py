@@ -88,7 +88,7 @@ def steps(group: Any, urls: list[str], *before: Callable[[Any], Any]) -> tuple[l
     assert all(count > 2 for count in group.run(in_small_buckets))
     for function in (watch, *before):
         group.run(function)
-    figures = [group.call("train", step, url)[0] for step, url in enumerate(urls, 1)]
+    figures = [group.step(step, url)[0] for step, url in enumerate(urls, 1)]
     return [(one["loss"], one["grad_norm"]) for one in figures], group.run(weights)
 
 

@@ -27,6 +27,7 @@ from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.rules import problems
 from millrace.core.config.megatron_options.table import OptionTable
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.model_folder.config_file import read_hf_config
 from tests.connectors.megatron.fields import installed as installed_fields
 from tests.connectors.megatron.fields import kept as kept_fields
@@ -80,7 +81,7 @@ def test_a_field_that_does_not_act_is_refused_by_name_with_the_reason(table: Opt
 
 def step(rank: Any, url: str) -> dict[str, float]:
     """Figures of one step."""
-    metrics = rank.train(1, url)
+    metrics = rank.train(StepRequest(1, url))
     return {name: metrics.get(name, 0.0) for name in ("grad_norm", "moe_aux_loss", "moe_z_loss")}
 
 
@@ -105,7 +106,7 @@ def outputs_freed(rank: Any, url: str) -> bool:
             outputs.append(call[2])
 
     handle = rank.learner.policy.model.register_forward_hook(keep)
-    rank.train(1, url)
+    rank.train(StepRequest(1, url))
     handle.remove()
     return all(out.numel() == 1 for out in outputs)
 
@@ -122,7 +123,7 @@ def decay(rank: Any, url: str) -> dict[str, float]:
     attention = rank.policy.decoder.layers[0].self_attention
     weights = {"matrix": attention.linear_proj.weight, "norm": attention.q_layernorm.weight}
     before = {name: weight.detach().clone() for name, weight in weights.items()}
-    rank.train(1, url)
+    rank.train(StepRequest(1, url))
     return {
         name: float(((weight - before[name]).abs().max() / before[name].abs().max()).detach())
         for name, weight in weights.items()
@@ -138,8 +139,8 @@ def buckets(rank: Any, _: str) -> tuple[int, int]:
 def reduced_in_backward(rank: Any, url: str) -> bool:
     """Whether sums over ranks are under way when the backward pass has ended."""
     watch(rank)
-    rank.train(1, url)
-    rank.train(2, url)  # megatron learns in the first step which gradients come
+    rank.train(StepRequest(1, url))
+    rank.train(StepRequest(2, url))  # megatron learns in the first step which gradients come
     return any(rank.under_way)
 
 

@@ -84,13 +84,13 @@ def test_a_batch_without_advantages_is_refused_by_every_rank(
         with pytest.raises(
             RankFailedError, match=r"TrainerError.*8 of the step's 8 samples have no advantage"
         ):
-            group.call("train", 1, write_batch(tmp_path, rows))
+            group.step(1, write_batch(tmp_path, rows))
         assert group.train([1], iteration[0])[0]["version"] == 1
 
 
 def refused(group: Group, version: int, url: str, message: str, guard: float | None = None) -> None:
     with pytest.raises(RankFailedError, match=f"RefusedStepError.*{message}"):
-        group.call("train", version, url, None if guard is None else LogprobGuard(guard))
+        group.step(version, url, None if guard is None else LogprobGuard(guard))
     assert {state["version"] for state in group.call("state")} == {version - 1}
 
 

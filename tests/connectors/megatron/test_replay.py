@@ -15,6 +15,7 @@ import pytest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import CorruptFileError, ReplayedStepError
 from millrace.core.replay import with_settings
 from millrace.tasks.run_recorded import _lasts
@@ -39,10 +40,8 @@ class Ranks:
         except RankFailedError as error:
             raise self.load_error(str(error)) from error
 
-    async def train(
-        self, version: int, url: str, guard: Any, recorded: Any = None, sha256: str | None = None
-    ) -> Any:
-        self.made.append(self.group.call("train", version, url, guard, recorded, sha256)[0])
+    async def train(self, step: StepRequest) -> Any:
+        self.made.append(self.group.call("train", step)[0])
         return self.made[-1]
 
 

@@ -41,7 +41,7 @@ def test_a_reused_sample_is_not_compared_but_weighed_and_its_distance_reported(
                 row["rollout_logprobs"] = [value - FURTHER for value in row["rollout_logprobs"]]
                 row |= {"reused_from": 0, "uses": 2}
         batch = write_batch(tmp_path / "reused", rows)
-        steps = [group.call("train", 1, batch, LogprobGuard(LIMIT))[0], group.call("train", 2, batch)[0]]
+        steps = [group.step(1, batch, LogprobGuard(LIMIT))[0], group.step(2, batch)[0]]
     for number, step in enumerate(steps):
         assert step["logprob_gap_max"] < 1e-4
         assert step["behaviour_kl"] == pytest.approx(math.exp(FURTHER) - 1 - FURTHER, rel=1e-3)

@@ -74,7 +74,7 @@ def stepped(before: list[dict[str, Any]], grads: list[Any], numbers: dict[str, A
 def check_step(group: Group, version: int, url: str, numbers: dict[str, Any], *given: Any) -> dict[str, Any]:
     """Train a step, and hold every value and the clipping against AdamW with these numbers."""
     before = group.run(optimizer_state)
-    figures: dict[str, Any] = group.call("train", version, url, *given)[0]
+    figures: dict[str, Any] = group.step(version, url, *given)[0]
     after = group.run(optimizer_state)
     square = 0.0
     for rank_before, rank_after in zip(before, after, strict=True):
@@ -238,7 +238,7 @@ def test_a_step_of_another_algorithm_is_not_made_again_by_this_trainer(
         workers.group(config) as group,
         pytest.raises(RankFailedError, match=r"algorithm.loss.clip_high = 0.2,"),
     ):
-        group.call("train", 1, batch.format(1), None, recorded[0])
+        group.step(1, batch.format(1), None, recorded[0])
 
 
 def common_state(rank: Any) -> dict[str, Any]:

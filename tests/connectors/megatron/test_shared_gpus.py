@@ -21,6 +21,7 @@ from millrace.connectors.prefect.server import ensure_server, login_file, stop_s
 from millrace.connectors.ray import actors
 from millrace.connectors.sglang.process import EngineServer
 from millrace.core.config import RunConfig
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.staleness import VersionRange
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
@@ -129,7 +130,7 @@ async def step(driver: Runtime, folder: Path, version: int) -> None:
         row["tokens"] = [token % VOCAB for token in row["tokens"]]
     batch = write_batch(folder / f"batch-{version}", rows)
     async with driver.memory.for_trainer() as trainer:
-        await (await trainer.at(version - 1)).train(version, batch, None)
+        await (await trainer.at(version - 1)).train(StepRequest(version, batch))
 
 
 async def test_an_engine_sleeps_from_its_start_until_it_is_needed(

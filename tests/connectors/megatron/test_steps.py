@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from millrace.connectors.megatron.process.distributed import cpu_threads
+from millrace.core.contracts.step_request import StepRequest
 from millrace.core.logprob_gap import LogprobGuard
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
@@ -42,26 +43,26 @@ def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
 def test_the_version_held_is_answered_from_memory_the_next_is_made_and_any_other_is_refused(
     group: Group, batch: str
 ) -> None:
-    first = group.call("train", 1, batch.format(1))[0]
+    first = group.step(1, batch.format(1))[0]
     held = group.run(fingerprint)
-    assert group.call("train", 1, batch.format(1))[0] == first
+    assert group.step(1, batch.format(1))[0] == first
     assert group.run(fingerprint) == held
     for version in (0, 3, -1, 7):
         with pytest.raises(RankFailedError, match=r"TrainerError.*holds weight version 1"):
-            group.call("train", version, batch.format(3))
+            group.step(version, batch.format(3))
     assert group.run(fingerprint) == held
-    assert group.call("train", 2, batch.format(2))[0]["version"] == 2
+    assert group.step(2, batch.format(2))[0]["version"] == 2
     assert group.call("state")[0]["version"] == 2
 
 
 def test_version_zero_was_never_trained(group: Group, batch: str) -> None:
     with pytest.raises(RankFailedError, match=r"TrainerError.*cannot make version 0"):
-        group.call("train", 0, batch.format(1))
+        group.step(0, batch.format(1))
 
 
 def test_a_batch_of_another_iteration_is_refused(group: Group, batch: str) -> None:
     with pytest.raises(RankFailedError, match=r"TrainerError.*no sample names step 1"):
-        group.call("train", 1, batch.format(2))
+        group.step(1, batch.format(2))
 
 
 def refused(group: Group, url: str, message: str, guard: float | None = None) -> None:
@@ -69,7 +70,7 @@ def refused(group: Group, url: str, message: str, guard: float | None = None) ->
     before = group.run(fingerprint)
     for _ in range(2):
         with pytest.raises(RankFailedError, match=message):
-            group.call("train", 2, url, None if guard is None else LogprobGuard(guard))
+            group.step(2, url, None if guard is None else LogprobGuard(guard))
     assert group.run(fingerprint) == before
     assert group.call("state")[0] | {"pid": 0} == {
         "rank": 0,
@@ -84,7 +85,7 @@ def test_refused_steps_change_nothing(
     workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
 ) -> None:
     with workers.group(configuration(model(), schedule=SCHEDULE)) as group:
-        group.call("train", 1, batch.format(1))
+        group.step(1, batch.format(1))
         refused(
             group, batch.format(2), r"engine and trainer disagree.*sync.max_logprob_gap is 0.01", guard=0.01
         )
@@ -103,7 +104,7 @@ def test_refused_steps_change_nothing(
         refused(group, write_batch(tmp_path / "long", rows), r"trainer.max_pack_tokens = 48")
         after = group.train([2], batch.format(2), guard=10.0)[0]
     with workers.group(configuration(model(), schedule=SCHEDULE)) as fresh:
-        fresh.call("train", 1, batch.format(1))
+        fresh.step(1, batch.format(1))
         assert without_times(fresh.train([2], batch.format(2), guard=10.0)[0]) == without_times(after)
 
 
@@ -127,7 +128,7 @@ def test_a_failure_between_packs_leaves_the_weights_and_the_next_call_makes_the_
         before = group.run(fingerprint)
         group.run(fail_in_the_last_layer)
         with pytest.raises(RankFailedError, match="no memory"):
-            group.call("train", 1, batch.format(1))
+            group.step(1, batch.format(1))
         assert group.run(fingerprint) == before
         after = group.train([1], batch.format(1))[0]
     with workers.group(configuration(model(), schedule=SCHEDULE)) as fresh:
@@ -144,10 +145,10 @@ def fail_in_the_optimizer(rank: Any) -> None:
 def test_a_step_half_applied_leaves_no_version_to_go_on_from(group: Group, batch: str) -> None:
     group.run(fail_in_the_optimizer)
     with pytest.raises(RankFailedError, match="half applied"):
-        group.call("train", 1, batch.format(1))
+        group.step(1, batch.format(1))
     assert group.call("state")[0]["version"] is None
     with pytest.raises(RankFailedError, match="TrainerError"):
-        group.call("train", 1, batch.format(1))
+        group.step(1, batch.format(1))
 
 
 def kept(rank: Any) -> list[bool]:
@@ -159,9 +160,9 @@ def test_what_an_iteration_keeps_is_freed_with_its_last_step(
 ) -> None:
     url = write_batch(tmp_path, samples(1) + samples(2))
     with workers.group(configuration(model(), algorithm={"kl_coef": 0.1})) as group:
-        group.call("train", 1, url)
+        group.step(1, url)
         assert group.run(kept) == [[True, True]]
-        group.call("train", 2, url)
+        group.step(2, url)
         assert group.run(kept) == [[False, False]]
 
 
@@ -170,9 +171,9 @@ def test_a_replay_from_within_an_iteration_is_refused(
 ) -> None:
     url = write_batch(tmp_path, samples(1) + samples(2))
     with workers.group(configuration(model())) as group:
-        group.call("train", 1, batch.format(1))
+        group.step(1, batch.format(1))
         with pytest.raises(RankFailedError, match="before the iteration, which began at step 1"):
-            group.call("train", 2, url)
+            group.step(2, url)
 
 
 def test_steps_of_another_batch_are_not_taken_as_done(
@@ -184,24 +185,24 @@ def test_steps_of_another_batch_are_not_taken_as_done(
     with workers.group(configuration(model())) as group:
         url, first = written(tmp_path, rows)
         with pytest.raises(RankFailedError, match="engine and trainer disagree"):
-            group.call("train", 1, url, LogprobGuard(1e-9), None, first)
+            group.step(1, url, LogprobGuard(1e-9), None, first)
         url, second = written(tmp_path, other)
-        made = group.call("train", 1, url, None, None, second)[0]
+        made = group.step(1, url, None, None, second)[0]
         held = group.run(fingerprint)
         url, first = written(tmp_path, rows)
         for version in (1, 2):
             with pytest.raises(
                 RankFailedError, match=r"made weight version 1 of another batch.*millrace stop"
             ):
-                group.call("train", version, url, None, None, first)
+                group.step(version, url, None, None, first)
         with pytest.raises(RankFailedError, match=r"batch\.parquet: its sha256 is"):
-            group.call("train", 2, url, None, None, second)
+            group.step(2, url, None, None, second)
         assert group.run(fingerprint) == held
         url, second = written(tmp_path, other)
-        made_2 = group.call("train", 2, url, None, None, second)[0]
+        made_2 = group.step(2, url, None, None, second)[0]
     with workers.group(configuration(model())) as fresh:
         url, second = written(tmp_path, other)
-        again = [fresh.call("train", version, url, None, None, second)[0] for version in (1, 2)]
+        again = [fresh.step(version, url, None, None, second)[0] for version in (1, 2)]
         assert list(map(without_times, again)) == list(map(without_times, [made, made_2]))
 
 
@@ -245,7 +246,9 @@ def test_masked_samples_and_empty_responses_cost_nothing(
 
 def states_while_training(rank: Any, url: str) -> list[Any]:
     seen = []
-    worker = threading.Thread(target=lambda: [rank.train(1, url), rank.train(2, url)])
+    worker = threading.Thread(
+        target=lambda: [rank.train(StepRequest(1, url)), rank.train(StepRequest(2, url))]
+    )
     worker.start()
     while worker.is_alive():
         seen.append((rank.state()["busy"], rank.state()["version"]))
@@ -266,7 +269,7 @@ def test_the_state_is_told_while_training(
 
 
 def train_bfloat16(rank: Any, url: str) -> tuple[bool, bool]:
-    rank.train(1, url)
+    rank.train(StepRequest(1, url))
     main = rank.optimizer.param_groups[0]["params"][0]
     return main.dtype == torch.float32, all(p.dtype == torch.bfloat16 for p in rank.policy.parameters())
 

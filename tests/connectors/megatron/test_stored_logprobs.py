@@ -58,8 +58,7 @@ def test_stored_log_probabilities_are_those_of_the_plain_model_before_the_first_
                 digest = Store(str(tmp_path / "early")).entry("batch.parquet").sha256
                 assert group.call("pass_chunk", 1, 0, early, digest) == [1, 1]
             made = [
-                group.call(
-                    "train",
+                group.step(
                     version,
                     url,
                     ANY_GAP if version == 1 else None,
@@ -70,7 +69,7 @@ def test_stored_log_probabilities_are_those_of_the_plain_model_before_the_first_
                 )
                 for version in versions
             ]
-            assert group.call("train", versions[-1], url)[0] == made[-1][0]
+            assert group.step(versions[-1], url)[0] == made[-1][0]
         assert [["logprobs" in rank for rank in ranks] for ranks in made[1:]] == [[False] * 2] * (
             len(made) - 1
         )
@@ -103,8 +102,7 @@ def test_steps_store_what_is_asked_for_whether_or_not_they_are_compared_and_trai
         config = configuration(model(), 1, store_logprobs=True, algorithm={"loss": "reinforce"})
         with workers.group(config) as group:
             steps = [
-                group.call(
-                    "train",
+                group.step(
                     version,
                     url,
                     guard if version == 1 else None,

@@ -182,7 +182,7 @@ def test_the_guard_looks_at_tokens_of_age_zero_alone(
         rows[0]["policy_versions"] = [{"first_token": 0, "version": HELD}]
         rows[0]["rollout_logprobs"] = [value - 1 for value in rows[0]["rollout_logprobs"]]
         with pytest.raises(RankFailedError, match="RefusedStepError: step 4: engine and trainer disagree"):
-            group.call("train", HELD + 1, write_batch(tmp_path / "off", rows), LogprobGuard(0.02))
+            group.step(HELD + 1, write_batch(tmp_path / "off", rows), LogprobGuard(0.02))
 
 
 def test_a_step_whose_tokens_are_all_too_old_is_refused(
@@ -197,4 +197,4 @@ def test_a_step_whose_tokens_are_all_too_old_is_refused(
         with pytest.raises(
             RankFailedError, match=r"no.* token to train on of age 0 \(algorithm.correction.max_token_age\)"
         ):
-            group.call("train", HELD + 1, write_batch(tmp_path, rows))
+            group.step(HELD + 1, write_batch(tmp_path, rows))

@@ -365,7 +365,7 @@ def test_a_first_step_off_policy_is_refused_unless_the_guard_is_off(
         group.run(move_weights_after_the_old_logprobs)
         if checked:
             with pytest.raises(RankFailedError, match=r"RefusedStepError: step 1.*ratio must be exactly 1"):
-                group.call("train", 1, batch.format(1))
+                group.step(1, batch.format(1))
             assert group.call("state")[0]["version"] == 0
         else:
             assert group.train([1], batch.format(1))[0]["ratio_distance"] > 0
@@ -382,7 +382,7 @@ def test_a_first_step_with_another_reference_than_the_weights_is_refused(
     with workers.group(configuration(model(), algorithm={"kl_coef": 0.1})) as group:
         group.run(other_reference)
         with pytest.raises(RankFailedError, match=r"RefusedStepError: step 1.*first_kl must be below 1e-09"):
-            group.call("train", 1, batch.format(1))
+            group.step(1, batch.format(1))
 
 
 def test_samples_without_advantages_are_refused_where_the_estimator_needs_them(
@@ -398,11 +398,11 @@ def test_samples_without_advantages_are_refused_where_the_estimator_needs_them(
         with pytest.raises(
             RankFailedError, match=r"TrainerError.*8 of the step's 8 samples have no advantage"
         ):
-            group.call("train", 1, none)
+            group.step(1, none)
         with pytest.raises(
             RankFailedError, match=r"TrainerError.*7 of the step's 8 samples have no advantage"
         ):
-            group.call("train", 1, some)
+            group.step(1, some)
     with workers.group(configuration(model(), algorithm={"loss": "sft"})) as group:
         assert group.train([1], none)[0]["version"] == 1
 
@@ -468,7 +468,7 @@ def test_a_teacher_of_a_smaller_vocabulary_is_refused(
         workers.group(configuration(model(), 2, algorithm={"preset": "opd", "teacher": teacher})) as group,
         pytest.raises(RankFailedError, match=r"^TrainerError.*algorithm.teacher.*vocabulary 50"),
     ):
-        group.call("train", 1, url)
+        group.step(1, url)
 
 
 @pytest.mark.parametrize(

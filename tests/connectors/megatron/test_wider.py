@@ -93,11 +93,11 @@ def compare(group: Group, narrow: Logprobs, folder: Path) -> None:
         row["rollout_logprobs"] = [0.7 * value for value in narrow[row["sample_id"]]]
     message = r"RefusedStepError: step 1: .*since rounding to bfloat16 makes 0\.00.*It looks like \w"
     with pytest.raises(RankFailedError, match=message):
-        group.call("train", 1, write_batch(folder / "off", rows), LogprobGuard())
+        group.step(1, write_batch(folder / "off", rows), LogprobGuard())
     for row in rows:
         row["rollout_logprobs"] = narrow[row["sample_id"]]
     url = write_batch(folder / "right", rows)
-    step = group.call("train", 1, url, LogprobGuard())[0]
+    step = group.step(1, url, LogprobGuard())[0]
     assert step["logprob_gap_mean"] < 1e-5 < 1e-4 < step["logprob_gap_floor"] < 0.01
     assert step["logprob_gap_limit"] == pytest.approx(MULTIPLE * step["logprob_gap_floor"])
 
@@ -163,7 +163,7 @@ def test_a_floor_of_a_surer_policy_is_measured_again_before_a_step_is_refused(
         for row in rows:
             row["rollout_logprobs"] = [value + 0.0008 for value in narrow[row["sample_id"]]]
         url = write_batch(tmp_path, rows)
-        step = group.call("train", 1, url, LogprobGuard(floor=1e-5))[0]
+        step = group.step(1, url, LogprobGuard(floor=1e-5))[0]
     assert step["logprob_gap_floor"] > 1e-4, "what the run goes on with"
 
 
@@ -184,7 +184,7 @@ def test_steps_are_bit_for_bit_those_without_the_measure(
                     own = narrow.get(row["sample_id"]) or [-4.6] * row["response_length"]
                     row["rollout_logprobs"] = own
                 urls.append(write_batch(tmp_path / str(step), rows))
-            made = [group.call("train", 1, urls[0], guards[0])[0]]
-            made += [group.call("train", 2, urls[1], guards[1] and LogprobGuard(limit=9.0))[0]]
+            made = [group.step(1, urls[0], guards[0])[0]]
+            made += [group.step(2, urls[1], guards[1] and LogprobGuard(limit=9.0))[0]]
             found.append([{name: step[name] for name in ("loss", "grad_norm", "entropy")} for step in made])
     assert found[0] == found[1]
