@@ -95,7 +95,7 @@ lint: $(TOOLS)
 	$(VENV)/bin/python -m tests.house
 
 docs: $(READY)
-	$(VENV)/bin/python -m millrace.core.config.reading.docs_page
+	$(VENV)/bin/python -m tests.support.configuration_page
 	$(VENV)/bin/python -m benchmarks.page
 
 lock: $(TOOLS)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from millrace.core.config.parts.paths import Reads
-from millrace.core.config.reading.docs_page import page
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.config.reading.load import load_config
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import hidden_module, load, search_in
+from tests.support.configuration_page import page
 
 READS = {
     "model.path",

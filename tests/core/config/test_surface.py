@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 from millrace.core.config.parts.menu import Menu, menu_of, variants
 from millrace.core.config.parts.section import models
 from millrace.core.config.parts.user_function import UserFunction
-from millrace.core.config.reading.docs_page import PAGE, page
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.config.run_config import RunConfig
+from tests.support.configuration_page import PAGE, page
 
 ROOT = Path(__file__).parents[3]
 
@@ -143,7 +143,7 @@ def test_the_json_schema_takes_the_short_forms_and_has_literal_defaults() -> Non
 
 
 def test_the_reference_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m millrace.core.config.reading.docs_page"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.support.configuration_page"
 
 
 def test_links_of_the_page_lead_somewhere() -> None:

@@ -1,4 +1,4 @@
-"""docs/configuration.md, made from the models: `python -m millrace.core.config.reading.docs_page` writes it.
+"""docs/configuration.md, made from the models: `python -m tests.support.configuration_page` writes it.
 
 Owns the page's form; every word about a field stands with the field, and about a choice with its menu.
 """
@@ -27,8 +27,8 @@ from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.run_config import RunConfig
 from millrace.core.contracts.references import WHOLE
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
-COMMAND = "python -m millrace.core.config.reading.docs_page"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+COMMAND = "python -m tests.support.configuration_page"
 HEAD = f"""# Configuration
 
 <!-- written by `{COMMAND}`; change the models in core/config instead -->
