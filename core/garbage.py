@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 
+GIVE_BACK_EVERY = 20  # iterations
 _NEVER = 2**30  # collections of the middle generation
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 
@@ -48,3 +49,13 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim:
         trim(0)
+
+
+def collect_between_iterations(number: int) -> None:
+    """Collect before an iteration works. number: of it, from 1 for the first that finds every module imported."""
+    if number == 1:
+        collect_garbage()
+    elif number > 1 and number % GIVE_BACK_EVERY == 0:
+        give_back_memory()
+    elif number > 1:
+        gc.collect()

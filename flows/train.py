@@ -25,7 +25,7 @@ from millrace.tasks.checkpoint import begins_after, checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.publish import count_beside, draw_beside, publish
+from millrace.tasks.publish import publish
 from millrace.tasks.reward import reward, take_back_failures
 from millrace.tasks.rollout import rollout
 from millrace.tasks.run_recorded import run_recorded
@@ -81,7 +81,6 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
             evaluated = beside.create_task(_evaluate_in_background(ctx, slot))
             await _fill_batch(ctx, slot, run_shard, lambda: beside.create_task(hand_over(ctx, evaluated)))
             await slot.reach(Stage.GENERATED)
-            beside.create_task(count_beside(ctx))
             await slot.may_train()
             if config.placement.colocate:  # engines sleep while the trainer works
                 await evaluated
@@ -108,7 +107,6 @@ async def _pass_over_stored(runtime: Runtime, index: int, slot: IterationSlot) -
     await take_rollouts(ctx)
     ctx.open_stream()
     await run_recorded(filter_groups, ctx)
-    await count_beside(ctx)
     await run_recorded(train_step, ctx)
     await slot.reach(Stage.TRAINED)
     await run_recorded(checkpoint, ctx)
@@ -118,19 +116,13 @@ async def _pass_over_stored(runtime: Runtime, index: int, slot: IterationSlot) -
 
 async def _save_and_serve(ctx: IterationContext, slot: IterationSlot) -> None:
     """Save a due checkpoint, and make the engines serve the new weights."""
-    is_due = begins_after(ctx.config, ctx.index + 1)
-    # a later save would make the trainer take its memory back
-    if is_due and ctx.config.trainer_offloads:
+    # on shared GPUs the trainer would take its memory back to save it later; elsewhere engines go on meanwhile
+    saves_first = ctx.config.trainer_offloads and begins_after(ctx.config, ctx.index + 1)
+    if saves_first:
         await run_recorded(checkpoint, ctx)
-    with only_first_error():
-        async with asyncio.TaskGroup() as beside:
-            beside.create_task(draw_beside(ctx))
-            # a background checkpoint that is written by now counts from here on
-            if not is_due:
-                beside.create_task(run_recorded(checkpoint, ctx))
-            await run_recorded(sync_weights, ctx)
-            await slot.reach(Stage.SERVED)
-    if is_due and not ctx.config.trainer_offloads:  # engines generate while it is saved
+    await run_recorded(sync_weights, ctx)
+    await slot.reach(Stage.SERVED)
+    if not saves_first:
         await run_recorded(checkpoint, ctx)
 
 

@@ -13,7 +13,6 @@ from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
-from millrace.core.account.account import Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import (
@@ -33,16 +32,6 @@ if TYPE_CHECKING:
 
 PROMPTS = "prompts.parquet"
 LEAST_WAIT_S = 0.1  # shorter waits count as part of the task
-
-
-@dataclass
-class BatchFigures:
-    """Metrics of an iteration's fixed batch."""
-
-    metrics: dict[str, float | None]
-    account: Account
-    without_advantage: int | None  # number of samples, if the advantages of all are 0
-    shown: bool = False  # whether Prefect's page shows the batch already
 
 
 class Sharded(Protocol):
@@ -98,8 +87,6 @@ class IterationContext:
         self.folder: Store = self.run_folder.iteration(index)
         self.landed = LandedParts(self.folder)
         self.records: IterationRecords = {}  # committed so far
-        self.counted: BatchFigures | None = None
-        self.picture: bytes | None = None  # picture of the run's curves so far, if it was drawn early
         self.handed_s: float | None = None  # seconds in which shared GPUs were handed to the trainer early
         self.trainer_s = 0.0  # seconds until ranks were ready to train
         self.seconds: dict[str, float] = {}  # seconds of work outside of tasks, such as early passes

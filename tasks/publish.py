@@ -6,8 +6,8 @@ Reads the other tasks' files; logs metrics to MLflow and artifacts to Prefect, t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,6 +17,7 @@ from millrace.connectors.storage.files import recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, manifest_from_records
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import read_parts
+from millrace.core.account.account import Account
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
 from millrace.core.contracts.task_records import (
@@ -27,7 +28,7 @@ from millrace.core.contracts.task_records import (
     RolloutRecord,
     StepMetrics,
 )
-from millrace.core.errors import MillraceError, only_first_error
+from millrace.core.errors import only_first_error
 from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.metrics import (
     curriculum_metrics,
@@ -39,11 +40,9 @@ from millrace.core.metrics import (
     staleness_metrics,
     teacher_metrics,
 )
-from millrace.core.pipeline.periodic import evaluates_after
 from millrace.tasks import report
-from millrace.tasks.context import BatchFigures, IterationContext
+from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.pages.pictures import drawn, prepare_drawing
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.account import carried_to, check_closes
 
@@ -62,12 +61,20 @@ SUPERVISED = (
 )
 
 
+@dataclass(frozen=True)
+class _BatchFigures:
+    """What is known of an iteration's fixed batch."""
+
+    metrics: dict[str, float | None]
+    account: Account
+    without_advantage: int | None  # samples, where the advantages of all are 0
+
+
 @task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def publish(ctx: IterationContext) -> PublishRecord:
     """Log the iteration, then commit its manifest. Raises StorageError if the account of its tokens does not close."""
     metrics, counted = await asyncio.to_thread(_figures, ctx)
-    if not counted.shown:
-        await report.batch(ctx, counted.account)
+    await report.batch(ctx, counted.account)
     manifest = await _shown(ctx, metrics)
     report.warn_without_gradient(ctx, counted.without_advantage)
     await kill_point(ctx.index, "publish", "in")
@@ -124,30 +131,10 @@ def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
     return {"version": record["version"], "done": record["done"], "metrics": metrics}
 
 
-async def count_beside(ctx: IterationContext) -> None:
-    """Count the fixed batch and show it while it is trained. `publish` repeats it if it fails here.
-
-    It also imports the drawing library before a picture is due.
-    """
-    with contextlib.suppress(MillraceError, *report.NOT_SHOWN):
-        ctx.counted = await asyncio.to_thread(_count, ctx)
-        await report.batch(ctx, ctx.counted.account)
-        ctx.counted.shown = True
-    await drawn(prepare_drawing)
-
-
-async def draw_beside(ctx: IterationContext) -> None:
-    """Draw the curves while weights are synced, if `publish` will show them and all their metrics are known."""
-    if ctx.counted and report.shows_curves(ctx) and not evaluates_after(ctx.config, ctx.index + 1):
-        await report.draw_curves(
-            ctx, {**ctx.counted.metrics, **_train_metrics(ctx.records["train_step"]["steps"])}
-        )
-
-
-def _figures(ctx: IterationContext) -> tuple[dict[str, float], BatchFigures]:
+def _figures(ctx: IterationContext) -> tuple[dict[str, float], _BatchFigures]:
     """Every metric of the iteration, by its name in MLflow, artifacts and manifest; and the metrics of the batch."""
     records = ctx.records
-    counted = ctx.counted or _count(ctx)
+    counted = _count(ctx)
     check_closes(counted.account, IterationFiles(ctx.run_folder, ctx.index), ctx.run_folder)
     metrics = {
         **counted.metrics,
@@ -172,7 +159,7 @@ def _supervised_figures(ctx: IterationContext) -> dict[str, float]:
     return metrics
 
 
-def _count(ctx: IterationContext) -> BatchFigures:
+def _count(ctx: IterationContext) -> _BatchFigures:
     """The metrics of generated, scored and chosen samples, and the account, from one reading of the parts."""
     records, files = ctx.records, IterationFiles(ctx.run_folder, ctx.index)
     rollouts, turns = (_parts(ctx, kind, records["rollout"], READ[kind]) for kind in ("rollouts", "turns"))
@@ -195,7 +182,7 @@ def _count(ctx: IterationContext) -> BatchFigures:
         "rollout/tokens_per_second": generated / rollout_s if rollout_s else 0.0,
         "staleness/mean": staleness_metrics(rollouts, ctx.version_before).get("staleness/mean", 0.0),
     }
-    return BatchFigures(metrics, account, _without_advantage(batch.column("advantage")))
+    return _BatchFigures(metrics, account, _without_advantage(batch.column("advantage")))
 
 
 def _without_advantage(advantages: pa.ChunkedArray) -> int | None:

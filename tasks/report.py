@@ -101,9 +101,8 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     line = f"{_name(ctx)}: {_headline(metrics, config.algorithm.supervised)}"
     log.info("%s", line)
     runtime.tracking.page.line(line)
-    if shows_curves(ctx) and ctx.picture is None:
-        await draw_curves(ctx, metrics)
-    logged = runtime.tracking.log_metrics(metrics, number, ctx.picture)
+    picture = await _picture(ctx, metrics) if _shows_curves(ctx) else None
+    logged = runtime.tracking.log_metrics(metrics, number, picture)
     text = iteration_text(
         f"{config.run.name}: {_name(ctx)}",
         metrics,
@@ -115,23 +114,22 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         logged,
         acreate_markdown_artifact(text, key=_key(runtime, "iteration"), description=_name(ctx).capitalize()),
         _show_run(runtime, number),
-        *([_show_curves(runtime, ctx.picture, number)] if ctx.picture else []),
+        *([_show_curves(runtime, picture, number)] if picture else []),
     )
 
 
-def shows_curves(ctx: IterationContext) -> bool:
+def _shows_curves(ctx: IterationContext) -> bool:
     """Whether the iteration shows the picture of the curves: the last one, and iterations that save, if it is old."""
     number, config = iteration_number(ctx.index), ctx.config
     is_due = due(number, config.checkpoint.every) and ctx.runtime.tracking.picture_is_old()
     return is_due or number == config.run.iterations
 
 
-async def draw_curves(ctx: IterationContext, metrics: Mapping[str, float | None]) -> None:
-    """Draw the picture that the iteration is to show. metrics: known so far, including all of the picture's."""
+async def _picture(ctx: IterationContext, metrics: Mapping[str, float]) -> bytes:
+    """The picture of the curves up to this iteration."""
     curves = ctx.runtime.tracking.curves
-    known = {name: value for name, value in metrics.items() if value is not None}
-    curves.add(known, iteration_number(ctx.index))
-    ctx.picture = await drawn(curves_png, curves)
+    curves.add(metrics, iteration_number(ctx.index))
+    return await drawn(curves_png, curves)
 
 
 async def batch(ctx: IterationContext, account: Account) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,6 @@ from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 
 FLOOR = "logprob_gap_floor"
-TIDY_AFTER_S = 1.0  # into training: then the loop only waits, and no sample is in flight
 
 
 @task(name="train_step", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -41,7 +39,6 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     batch_url, batch, chunks = ctx.folder.url_of("batch.parquet"), _batch(ctx), _chunks(ctx)
     if ctx.config.pipeline.rollouts_only:
         return await asyncio.to_thread(_untrained, ctx, batch)
-    tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, gc.collect)
     async with ctx.runtime.memory.for_trainer() as trainer:
         sleep_s = time.perf_counter() - started
         for version in range(ctx.version_before + 1, ctx.version_after + 1):
@@ -59,7 +56,6 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             )
             steps.append(await ranks.train(asked_for))
             await kill_point(ctx.index, "train_step", "in")
-    tidying.cancel()
     _keep_floor(ctx, steps)
     if chunks:
         await asyncio.to_thread(ctx.folder.remove, EAGER, recursive=True)

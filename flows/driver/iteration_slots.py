@@ -21,13 +21,10 @@ from millrace.connectors.ray.task_runs import JoinedRayTaskRunner
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import only_first_error
-from millrace.core.garbage import collect_garbage, give_back_memory
+from millrace.core.garbage import collect_between_iterations
 from millrace.core.pipeline.sharding import in_shards
 from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
 from millrace.core.waits.heartbeat import beat
-
-GIVE_BACK_EVERY = 20  # iterations
-
 
 AheadOf = Callable[[int], int]
 
@@ -203,13 +200,6 @@ async def run_iterations(
     )
     finish = config.pipeline.on_update == "finish"
 
-    def tidy(index: int) -> None:
-        if index == first + ahead + 1:
-            # every module is imported by now, and no weights are being sent
-            collect_garbage()
-        elif index > first and (index - first) % GIVE_BACK_EVERY == 0:
-            give_back_memory()
-
     with only_first_error():
         async with asyncio.TaskGroup() as group:
             for index in range(first, last + 1):
@@ -220,7 +210,7 @@ async def run_iterations(
                     most=ahead,
                     last=last,
                     finish=finish,
-                    tidy=partial(tidy, index),
+                    tidy=partial(collect_between_iterations, index - first - ahead),
                 )
                 group.create_task(_run_flow(work, slot, _flow(config, flow_name, index)))
                 await progress.wait(index - ahead, Stage.TRAINED)

@@ -28,7 +28,6 @@ COLUMNS = (
     *("gpus", "layout", "ahead", "max_staleness", "select", "iteration_s"),
     *("trainer_idle", "engines_idle", "age_mean", "age_max"),
 )
-SAVES = ("begun", "saved", "exported")  # keys of a checkpoint's record; a record without them did not save
 ROLLOUTS = ["group_id", "response_length", "engine_id", "timings"]
 
 
@@ -168,7 +167,7 @@ def _read(folder: RunFolder, index: int) -> _Iteration:
     lengths: dict[str, list[int]] = {row["group_id"]: [] for row in verdict_rows}
     for row in rows:
         lengths[row["group_id"]].append(row["response_length"])
-    trained, saved = files.record("train_step") or {}, files.record("checkpoint") or {}
+    trained = files.record("train_step") or {}
     handed = metrics.get("time/sync_offload_s", 0.0)
     handed += metrics.get("time/sync_wake_s", 0.0)
     taken = trained.get("rest_s", 0.0) + sum(step["seconds"]["reload"] for step in trained.get("steps", []))
@@ -186,7 +185,7 @@ def _read(folder: RunFolder, index: int) -> _Iteration:
             ),
             train=metrics.get("time/train_step_s", 0.0) - taken,
             sync=metrics.get("time/sync_weights_s", 0.0) - handed,
-            checkpoint=metrics.get("time/checkpoint_s", 0.0) if any(map(saved.get, SAVES)) else 0.0,
+            checkpoint=metrics.get("time/checkpoint_s", 0.0),
             evaluate=metrics.get("time/evaluate_s", 0.0),
         ),
         iteration_s=manifest.tasks["committed"] - before.tasks["committed"] if before and same else None,

@@ -37,14 +37,6 @@ def _drawer() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="drawer")
 
 
-@functools.cache
-def prepare_drawing() -> None:
-    """Draw something once in this process: the first picture takes seconds more than the others, for imports and fonts."""
-    curves = Curves()
-    curves.add({"train/loss": 0.0}, 1)
-    curves_png(curves)
-
-
 def curves_png(curves: Curves) -> bytes:
     """Panels for reward, loss, length and gradient norm, and for held-out rewards and losses if there are any."""
     keep_fonts_at_home()

@@ -25,8 +25,8 @@ from prefect.settings import (
 from prefect.states import Suspended
 
 from millrace.connectors.prefect.record_storage import kept_at, save_record_storage
+from millrace.core import garbage
 from millrace.core.config import RunConfig
-from millrace.flows.driver import iteration_slots
 from millrace.flows.driver.iteration_slots import (
     IterationSlot,
     Progress,
@@ -241,8 +241,8 @@ async def test_free_memory_is_given_back_now_and_then_while_no_iteration_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(iteration_slots, "GIVE_BACK_EVERY", 2)
-    monkeypatch.setattr(iteration_slots, "give_back_memory", lambda: seen.append("given back"))
+    monkeypatch.setattr(garbage, "GIVE_BACK_EVERY", 2)
+    monkeypatch.setattr(garbage, "give_back_memory", lambda: seen.append("given back"))
 
     async def iteration(index: int, slot: IterationSlot) -> None:
         await slot.may_work()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
 
 from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.parts import write_part
@@ -19,9 +19,7 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.pages.pictures import prepare_drawing
-from millrace.tasks.publish import _figures, _without_advantage, count_beside, draw_beside
-from millrace.tasks.report import draw_curves
+from millrace.tasks.publish import _figures, _without_advantage
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
@@ -129,53 +127,6 @@ async def test_a_part_that_the_record_does_not_name_keeps_it_from_closing(
     ctx.records["rollout"]["files"] = parts[:1]
     with pytest.raises(StorageError, match="the account of iteration 2 does not close"):
         _figures(ctx)
-
-
-async def test_what_is_counted_beside_training_is_what_publish_counts(
-    filtered: tuple[IterationContext, list[FileRecord]],
-) -> None:
-    """Also where no server takes the tables: publish shows them then."""
-    ctx, _ = filtered
-    ctx.runtime._run_id = "1" * 32
-    metrics, counted = _figures(ctx)
-    with temporary_settings(NO_SERVER):
-        await count_beside(ctx)
-    assert ctx.counted is not None
-    assert not ctx.counted.shown
-    again, beside = _figures(ctx)
-    assert beside is ctx.counted
-    assert (again, beside.account.rows()) == (metrics, counted.account.rows())
-
-
-async def test_the_first_picture_is_prepared_beside_training(
-    filtered: tuple[IterationContext, list[FileRecord]],
-) -> None:
-    ctx, _ = filtered
-    ctx.runtime._run_id = "1" * 32
-    prepare_drawing.cache_clear()
-    with temporary_settings(NO_SERVER):
-        await count_beside(ctx)
-    assert prepare_drawing.cache_info().currsize == 1
-
-
-async def test_the_picture_drawn_beside_the_sync_is_that_of_all_figures(
-    filtered: tuple[IterationContext, list[FileRecord]], make_config: Callable[..., RunConfig]
-) -> None:
-    """Not where it was not counted, and not before the evaluation, whose curve would end one iteration earlier."""
-    ctx, _ = filtered
-    metrics, counted = _figures(ctx)
-    await draw_beside(ctx)
-    assert ctx.picture is None
-    ctx.counted = counted
-    plain, ctx.config = ctx.config, make_config(evaluation=HELD_OUT)
-    await draw_beside(ctx)
-    assert ctx.picture is None
-    ctx.config = plain
-    await draw_beside(ctx)
-    drawn = ctx.picture
-    assert drawn is not None
-    await draw_curves(ctx, metrics)
-    assert ctx.picture == drawn
 
 
 @pytest.mark.parametrize(
