@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from sums_warm_up import prepare as make_model
+
 from millrace import RunConfig
 from millrace.connectors.environments.verifiers import write_prompts
 from millrace.flows.quickstart import HELD_OUT, arithmetic
-from millrace.flows.sums_warm_up import prepare as make_model
 
 
 def prepare(config: RunConfig) -> None:

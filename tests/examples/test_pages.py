@@ -25,6 +25,8 @@ MAKE_MODELS = [  # whoever has a model needs none of them
     "examples/puzzles/puzzles.py",
     "examples/sft_dialogues/price_list.py",
     "examples/verifiers_env/prompts.py",
+    "examples/warm_ups/sums_warm_up.py",
+    "examples/warm_ups/tool_warm_up.py",
 ]
 FOLDERS = [
     "reward",

@@ -53,9 +53,10 @@ class Ran:
 
 def ran(tmp_path: Path, folder: str, name: str) -> Ran:
     """Run a copy of the example as its README says, with what every example of tools keeps to."""
-    shutil.copytree(
-        ROOT / "examples" / folder, tmp_path / "examples" / folder, ignore=shutil.ignore_patterns("*-files")
-    )
+    for each in (folder, "warm_ups"):
+        shutil.copytree(
+            ROOT / "examples" / each, tmp_path / "examples" / each, ignore=shutil.ignore_patterns("*-files")
+        )
     (tmp_path / "deployments").symlink_to(ROOT / "deployments")
     place = Workplace(tmp_path / "examples" / folder)
     place.environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

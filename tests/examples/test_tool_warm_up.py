@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from examples.warm_ups.tool_warm_up import Problem, different, turns_of
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tiny import TOOL_TEMPLATE, build_tiny_model, build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
@@ -16,7 +17,6 @@ from millrace.core.config.rollout import Session
 from millrace.core.errors import ConfigError
 from millrace.core.sessions.tools import load_tools
 from millrace.flows.preflight.check import check
-from millrace.flows.tool_warm_up import Problem, different, turns_of
 
 TOOLS = Session.model_validate({"tools": ["tests.support.session_functions:add"]}).tools
 PROBLEM: Problem = {

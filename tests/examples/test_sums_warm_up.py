@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from millrace.flows.sums_warm_up import LESSONS, lessons
+from examples.warm_ups.sums_warm_up import LESSONS, lessons
 
 
 def test_half_of_the_lessons_are_guesses() -> None:
