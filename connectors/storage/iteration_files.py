@@ -274,7 +274,7 @@ def check_newest(run_folder: RunFolder, index: int) -> None:
     record = IterationFiles(run_folder, index).record(PUBLISH)
     manifest = run_folder.manifest(index)
     assert manifest is not None, "it is committed"
-    if record and record["manifest"] != manifest.sha256:
+    if record and record.get("manifest", manifest.sha256) != manifest.sha256:
         raise CorruptFileError(
             "is not the manifest that publish recorded",
             where=run_folder.iteration(index).url_of(MANIFEST),

@@ -14,7 +14,7 @@ from millrace.core.contracts.rows.trained_messages import LossOn
 class PromptRows(Section):
     """Rows with prompts, and which of their columns holds what."""
 
-    name: str = Field("default", pattern=NAME, description="Its name in metrics, files and lineage.")
+    name: str = Field("default", pattern=NAME, description="Its name in metrics and lineage.")
     path: str  # each says which it takes
     prompt_key: str = Field(
         "prompt",
