@@ -133,7 +133,7 @@ def test_another_kind_another_version_and_foreign_files_are_named_with_a_remedy(
     for metadata, said in (
         (
             {"millrace.table": "rewards", "millrace.version": "99"},
-            "schema version 99, wanted 1; read it with the release",
+            "schema version 99, wanted 1; read it with the millrace",
         ),
         ({"millrace.table": "rewards"}, "schema version none"),
         ({"millrace.table": "other"}, "holds other, wanted rewards"),
