@@ -105,4 +105,4 @@ def begun_with(config: RunConfig) -> dict[str, Any]:
         return {}
     record = run_record(config.storage.root, config.pipeline.rollouts_from)
     own = [record["id"]] if "id" in record else []
-    return {"ancestors": [*record.get("ancestors", []), *own], "seed_name": record["seed_name"]}
+    return {"ancestors": [*record.get("ancestors", []), *own]}

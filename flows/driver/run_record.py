@@ -90,7 +90,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     except MissingFileError:
         await asyncio.to_thread(check_no_run, store)
         name = runtime.config.run.name
-        record = {"name": name, "config": resolved, "seed_name": "", "mlflow_run_id": None, "attempts": []}
+        record = {"name": name, "config": resolved, "mlflow_run_id": None, "attempts": []}
         record |= await asyncio.to_thread(begun_with, asked)
     hashed = hashed_in(record)
     before = stored_config(record["config"] or record["parent"]["config"], record["name"])
@@ -111,7 +111,6 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["fingerprints"] = prints
     record["config"], record["config_version"] = resolved, VERSION
     record["model_commit"] = commit
-    runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
     ahead = ahead_of(record)
     if "ahead" not in record or _asks_for_another(before, runtime.config):

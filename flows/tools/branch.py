@@ -53,7 +53,6 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         "config": None,
         "config_version": record["config_version"],
         "ancestors": [*record.get("ancestors", []), *([record["id"]] if "id" in record else [])],
-        "seed_name": record["seed_name"],  # the parent's, so that equal weights draw equal samples in both
         "data": [span for span in record.get("data", []) if span["since"] <= at],
         "ahead": [span for span in record.get("ahead", []) if span["since"] < at],
         "mlflow_run_id": None,

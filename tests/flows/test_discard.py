@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     config = RunConfig.model_validate(configuration()).model_dump(mode="json")
     folder.store.write_sealed(
         "run.json",
-        {"name": "a", "config": config, "config_version": VERSION, "seed_name": "", "attempts": []},
+        {"name": "a", "config": config, "config_version": VERSION, "attempts": []},
     )
     folder.commit_manifest(0, Manifest(iteration=0, files=[]))
     for path in (*GOES, *STAYS):

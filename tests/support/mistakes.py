@@ -172,7 +172,6 @@ def write_runs(folder: Path) -> None:
             "name": "trained",
             "config": config.model_dump(mode="json"),
             "config_version": VERSION,
-            "seed_name": "",
             "data": [{"since": 0, "sources": data}],
             "fingerprints": fingerprints(config),
             "mlflow_run_id": None,

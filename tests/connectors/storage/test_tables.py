@@ -226,7 +226,7 @@ def test_a_broken_part_is_named_or_removed_when_told_so(root: str, caplog: pytes
     store = Store(root)
     write_part(store, "rewards", rewards(0, 10), "rewards")
     whole = store.read(list_parts(store, "rewards")[0])
-    broken = f"rewards/part-{'0' * 32}.parquet"
+    broken = f"rewards/part-000000-{'0' * 32}.{'0' * 16}.parquet"
     store.write(broken, whole[: len(whole) // 2])
     with pytest.raises(CorruptFileError, match=rf"{broken}: not a whole Parquet file"):
         read_parts(store, "rewards", "rewards")
