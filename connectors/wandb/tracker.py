@@ -7,12 +7,33 @@ WANDB_API_KEY, WANDB_ENTITY. Needs the extra `wandb`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, cast
 
 from millrace.connectors.storage.local import home
 from millrace.core.contracts.tracker import flat
-from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.errors import ConfigError, MillraceError, TrackerError
+
+P = ParamSpec("P")
+
+
+def _taken(
+    call: Callable[Concatenate[WandbTracker, P], None],
+) -> Callable[Concatenate[WandbTracker, P], None]:
+    """Decorator: an error of wandb, or of the connection to its process, is raised as TrackerError."""
+
+    @wraps(call)
+    def taken(self: WandbTracker, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            call(self, *args, **kwargs)
+        except Exception as error:
+            # wandb's error types have only Exception in common
+            if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "wandb":
+                raise
+            raise TrackerError(f"wandb refuses the data: {error}", where="tracking.trackers") from error
+
+    return cast("Callable[Concatenate[WandbTracker, P], None]", taken)
 
 
 class WandbTracker:
@@ -54,18 +75,22 @@ class WandbTracker:
             ) from error
         self._ended = False
 
+    @_taken
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log one row. wandb ignores steps before its newest."""
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
+    @_taken
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Keep the configuration as the run's config."""
         self._run.config.update(dict(flat(values)), allow_val_change=True)
 
+    @_taken
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Keep tags as entries of the summary: wandb's own tags are single words of at most 64 characters."""
         self._run.summary.update(dict(tags))
 
+    @_taken
     def log_image(self, png: bytes, name: str, step: int) -> None:
         """Log a picture with the newest row."""
         import io
@@ -87,7 +112,8 @@ class WandbTracker:
         """End wandb's process. wandb shows an unfinished run as failed until it is resumed."""
         self._end(1)
 
+    @_taken
     def _end(self, exit_code: int) -> None:
         if not self._ended:
-            self._ended = True
             self._run.finish(exit_code=exit_code)
+            self._ended = True

@@ -114,9 +114,12 @@ class Tracking:
                 )
 
     def close(self) -> None:
-        """Close the trackers."""
-        for tracker in self.trackers.values():
-            tracker.close()
+        """Let go of the trackers. One that fails is named, and ends no run."""
+        for name, tracker in self.trackers.items():
+            try:
+                tracker.close()
+            except (TrackerError, OSError) as error:
+                log.warning("%s: %s. The run goes on without its end there", name, error)
 
     def links(self) -> dict[TrackerName, str]:
         """The pages of the curves."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from millrace.connectors.tensorboard.tracker import TensorboardTracker
 from millrace.connectors.wandb.tracker import WandbTracker
 from millrace.core.contracts.tracker import Tracker, flat
+from millrace.core.errors import TrackerError
 
 COMMAND = ["millrace", "--planted-on-the-command-line"]
 SECRET = "pl4nted-in-the-environment"
@@ -114,3 +117,83 @@ def test_settings_have_dotted_names() -> None:
         ("list", [1, {"a": 2}]),
         ("none", []),
     ]
+
+
+class FakeRun:
+    """wandb's run of a process that has died: each of its calls raises."""
+
+    offline = True
+
+    def __init__(self, error: Exception) -> None:
+        self.config = self.summary = self
+        self.error = error
+
+    def log(self, *_: object, **__: object) -> None:
+        raise self.error
+
+    def update(self, *_: object, **__: object) -> None:
+        raise self.error
+
+    def finish(self, **_: object) -> None:
+        raise self.error
+
+
+CALLS: dict[str, Callable[[Tracker, bytes], object]] = {
+    "log_metrics": lambda tracker, picture: tracker.log_metrics({"a": 1.0}, 1),
+    "log_params": lambda tracker, picture: tracker.log_params({"a": 1}),
+    "set_tags": lambda tracker, picture: tracker.set_tags({"a": "b"}),
+    "log_image": lambda tracker, picture: tracker.log_image(picture, "curves", 1),
+    "finish": lambda tracker, picture: tracker.finish(),
+    "close": lambda tracker, picture: tracker.close(),
+}
+ASKS_NOTHING = {"url"}
+
+
+def test_every_call_of_a_tracker_has_a_row() -> None:
+    assert {*CALLS, *ASKS_NOTHING} == {name for name in vars(Tracker) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("wandb.errors.errors", TrackerError),
+        ("wandb.sdk.mailbox.mailbox", TrackerError),
+        ("wandb", TrackerError),
+        ("elsewhere", ValueError),
+    ],
+)
+def test_an_error_of_wandbs_own_type_is_a_trackers_failure(
+    call: str, place: str, expected: type[Exception], picture: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the run: these types have no base in common but Exception."""
+    base = ValueError if place == "elsewhere" else Exception
+    run = FakeRun(type("Failed", (base,), {"__module__": place})("the service is gone"))
+    package: Any = types.ModuleType("wandb")
+    package.Settings, package.init, package.Image = dict, lambda **_: run, lambda image: image
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    tracker = WandbTracker("e", "a", "a-1")
+    for _ in range(2):  # what failed is tried again, an end too
+        with pytest.raises(expected, match="the service is gone"):
+            CALLS[call](tracker, picture)
+
+
+def test_calls_after_wandbs_process_has_died_fail_as_a_trackers(
+    tmp_path: Path, picture: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = WandbTracker("e", "a", "a-1")
+    tracker.log_metrics({"a": 1.0}, 0)
+    children = psutil.Process().children(recursive=True)
+    service = [process for process in children if process.name().startswith("wandb")]
+    assert service
+    for process in service:
+        process.kill()
+    psutil.wait_procs(service)
+    with pytest.raises(TrackerError):  # what is logged before may lie in a pipe
+        tracker.finish()
+    for call in CALLS.values():
+        with pytest.raises(TrackerError):
+            call(tracker, picture)

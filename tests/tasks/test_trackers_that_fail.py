@@ -13,10 +13,12 @@ import pytest
 
 from millrace.connectors.mlflow import tracker
 from millrace.connectors.mlflow.tracker import MlflowTracker
+from millrace.core.config import RunConfig
 from millrace.core.contracts.tracker import Tracker
 from millrace.core.errors import TrackerError
 from millrace.tasks.runtime import tracking
-from millrace.tasks.runtime.tracking import Backlog
+from millrace.tasks.runtime.tracking import Backlog, Tracking
+from tests.support.wrong_configs import GOOD
 
 
 class Disk:
@@ -67,6 +69,35 @@ def test_what_waits_is_bounded_and_a_mistake_of_ours_is_none_of_a_trackers(
 
     with pytest.raises(KeyError):
         backlog.give(wrong)
+
+
+def test_a_tracker_that_cannot_be_let_go_of_ends_no_run_and_keeps_no_other_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """wandb's process had died: the end of a complete run was an error."""
+    closed: list[str] = []
+
+    class Closed:
+        def __init__(self, name: str, error: Exception | None) -> None:
+            self.name, self.error = name, error
+
+        def close(self) -> None:
+            closed.append(self.name)
+            if self.error:
+                raise self.error
+
+    trackers = Tracking(RunConfig.model_validate(GOOD))
+    dead: Any = Closed("wandb", ConnectionResetError("Connection lost"))
+    refusing: Any = Closed("tensorboard", TrackerError("the service is gone"))
+    alive: Any = Closed("mlflow", None)
+    trackers.trackers = {"wandb": dead, "tensorboard": refusing, "mlflow": alive}
+    with caplog.at_level(logging.WARNING):
+        trackers.close()
+    assert closed == ["wandb", "tensorboard", "mlflow"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb: Connection lost. The run goes on without its end there",
+        "tensorboard: the service is gone. The run goes on without its end there",
+    ]
 
 
 async def test_a_locked_database_of_mlflow_is_waited_for_and_has_all_in_the_end(
