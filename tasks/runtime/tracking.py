@@ -114,7 +114,7 @@ class Tracking:
                 )
 
     def close(self) -> None:
-        """Let go of the trackers. One that fails is named, and ends no run."""
+        """Close the trackers. A failure is logged, and ends no run."""
         for name, tracker in self.trackers.items():
             try:
                 tracker.close()

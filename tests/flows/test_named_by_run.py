@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 import millrace
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError, StorageError
 from millrace.flows.tools.evaluate import evaluate_run, own_configuration
 from millrace.flows.tools.named_by_run import named_by_run
 from millrace.flows.tools.replay import replay_run
+from tests.support.flow_runs import Workplace
 from tests.support.stored_run import CONFIG, write_run
 
 
@@ -81,6 +88,110 @@ def test_a_file_of_the_callers_stands_in_place_of_the_stored_configuration(tmp_p
     with pytest.raises(ConfigError, match="no held-out sets"):
         COMMANDS["eval"](str(tmp_path), own)
     assert own_configuration(None, []) is None
+
+
+THEIRS = "theirs.module:hook"
+SETS = CONFIG["evaluation"]["sets"]
+SOURCES = CONFIG["data"]["sources"]
+
+# Every field that may name a function, with a section that does. Nothing else of a configuration is imported.
+HOOKS: dict[str, dict[str, Any]] = {
+    "run.prepare": {"run": {**CONFIG["run"], "prepare": THEIRS}},
+    "data.sources.rows": {"data": {"sources": [{"name": "made", "rows": THEIRS}]}},
+    "data.sources.reward": {"data": {"sources": [{**SOURCES[0], "reward": THEIRS}]}},
+    "rollout.session.function": {"rollout": {"session": {"function": THEIRS}}},
+    "rollout.session.named": {"rollout": {"session": {"named": {"other": THEIRS}}}},
+    "rollout.session.environment": {"rollout": {"session": {"environment": THEIRS}}},
+    "rollout.session.tools": {"rollout": {"session": {"tools": [THEIRS]}}},
+    "rollout.buffer.buffer_filter": {"rollout": {"buffer": {"buffer_filter": THEIRS}}},
+    "reward": {"reward": {"function": THEIRS}},
+    "reward.named": {"reward": {"named": {"other": THEIRS}}},
+    "filter.group_filter": {"filter": {"group_filter": THEIRS}},
+    "algorithm.advantage": {"algorithm": {"advantage": {"kind": "function", "function": THEIRS}}},
+    "algorithm.shaping": {"algorithm": {"shaping": THEIRS}},
+    "algorithm.loss": {"algorithm": {"loss": {"kind": "function", "function": THEIRS}}},
+    "algorithm.teacher_server.hint": {
+        "algorithm": {"teacher_server": {"url": "http://t.example", "top_k": 4, "hint": THEIRS}}
+    },
+    "evaluation.sets.reward": {"evaluation": {"sets": [{**SETS[0], "reward": THEIRS}]}},
+}
+
+
+def functions_of(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """The fields below a section that may hold the import path of a function."""
+    for name, field in model.model_fields.items():
+        here = f"{path}.{name}".lstrip(".")
+        forms = [form for item in field.metadata if (form := getattr(item, "pattern", None))]
+        if forms and all(re.search(form, THEIRS) for form in forms):
+            yield path if issubclass(model, UserFunction) else here
+        for below in sections_in(field.annotation):
+            yield from functions_of(below, here)
+
+
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from sections_in(part)
+
+
+def test_every_field_that_may_name_a_function_has_a_row() -> None:
+    assert set(functions_of(RunConfig)) == set(HOOKS)
+
+
+@pytest.mark.parametrize("field", HOOKS)
+def test_a_function_in_any_field_is_said(field: str) -> None:
+    (line,) = (line for line in named_by_run(configured(**HOOKS[field])) if line.startswith("imports"))
+    said = re.fullmatch(r"imports theirs.module:hook \((.*)\.function\)", line)
+    assert said, line
+    assert re.sub(r"\.\d+", "", said[1]) == field
+
+
+POISON = """
+from pathlib import Path
+
+Path(__file__).with_name("imported").touch()
+
+def hook(*arguments, **options):
+    return 0.0
+"""
+
+
+@pytest.mark.slow
+def test_with_a_file_of_the_callers_nothing_of_a_poisoned_run_is_imported_or_joined(
+    workplace: Workplace, whole: Path, tmp_path: Path
+) -> None:
+    """Without the file, the same module is imported."""
+    theirs, root = tmp_path / "theirs", tmp_path / "runs"
+    theirs.mkdir()
+    (theirs / "poison.py").write_text(POISON)
+    shutil.copytree(whole, root / "a")
+    folder = RunFolder(str(root), "a")
+    record = folder.store.read_sealed("run.json")
+    config = record["config"]
+    config["run"] |= {"import_from": [str(theirs)], "prepare": {"function": "poison:hook"}}
+    config["reward"]["function"] = "poison:hook"
+    config["filter"]["group_filter"] = {"function": "poison:hook"}
+    config["algorithm"]["shaping"] = {"function": "poison:hook"}
+    for held_out in config["evaluation"]["sets"]:
+        held_out["reward"] = {"function": "poison:hook"}
+    folder.store.write_sealed("run.json", record)
+    evaluated = ["eval", "a", "--at", "3", "--root", str(root)]
+    said = workplace.call(*evaluated)
+    assert "imports poison:hook (reward.function)" in said
+    assert (theirs / "imported").exists()
+
+    (theirs / "imported").unlink()
+    config["placement"]["ray_address"] = "127.0.0.1:9"
+    folder.store.write_sealed("run.json", record)
+    found = [str(theirs), os.environ.get("PYTHONPATH", "")]  # so that any import of it would go well
+    for command in (evaluated, ["replay", "a", "--from", "2", "--to", "3", "--root", str(root)]):
+        said = workplace.call(
+            *command, "--config", "run.yaml", PYTHONPATH=os.pathsep.join(filter(None, found))
+        )
+        assert "poison" not in said
+        assert not (theirs / "imported").exists()
+    assert "every weight equals the export after iteration 3, bit for bit" in said
 
 
 # Every place that imports a module by a name, and who gives the name.
