@@ -22,7 +22,7 @@ from millrace.core.sessions.interface import Session, SessionError
 
 FIELD = "rollout.session.function.options"
 EXTRA = "verifiers"
-NO_KEY = "MILLRACE_NO_KEY"  # a variable that is not set
+NO_KEY = "MILLRACE_NO_KEY"  # a variable that is never set
 
 
 async def run(session: Session, *, taskset: str, config: Mapping[str, Any] | None = None) -> RewardResult:
@@ -43,7 +43,7 @@ async def run(session: Session, *, taskset: str, config: Mapping[str, Any] | Non
             where=f"index = {index} in a row's metadata",
             remedy="write the rows again with write_prompts",
         )
-    # verifiers takes a key from its environment alone; as the password of the URL it is this rollout's
+    # verifiers reads its key only from the environment, which rollouts share, so this rollout's key goes into the URL
     url = session.base_url.replace("://", f"://policy:{session.api_key}@", 1)
     client = vf.EvalClientConfig(base_url=url, api_key_var=NO_KEY)
     async with environment.serving():

@@ -117,11 +117,11 @@ class Learner:
     def rank_batch(
         self, version: int, batch_url: str, rows: Sequence[Row], batch_sha256: str | None = None
     ) -> RankBatch:
-        """This rank's part of step `version`, with every per-token value but advantages. `rows`: the whole iteration's.
+        """This rank's part of step `version`, with all per-token values except advantages. `rows`: the whole iteration's.
 
-        batch_sha256: the file's hash, for another batch may come to lie at its URL.
-        What a refused step computed is kept for its next try. Raises TrainerError, on every rank, if a later step asks for
-        values of the weights from before the iteration, or a sample has a token that the teacher does not know.
+        batch_sha256: the file's hash, since another batch may be written to its URL.
+        A refused step's values are kept for its next try. Raises TrainerError, on every rank, if a later step asks for values
+        under the weights from before the iteration, or a sample has a token that the teacher does not know.
         """
         if self._iteration is None or self._iteration.batch != (batch_url, batch_sha256):
             if self.teacher is not None:

@@ -18,7 +18,7 @@ def added(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def bring(*, local: bool) -> None:
-    """Have this process bring the token to the local head, and to a configured cluster what its user set."""
+    """Let this process present the token to the local head, and the user's own settings to a configured cluster."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
     if local:

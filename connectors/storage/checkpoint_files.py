@@ -60,7 +60,7 @@ def _recorded(run_folder: RunFolder, done: int) -> FileEntry | None:
 
 
 def checkpoint_files(run_folder: RunFolder, done: int, version: int | None = None) -> list[FileEntry]:
-    """The entries of a checkpoint's files as its marker names them, relative to its folder; checks the marker as `check_marker`."""
+    """The entries of a checkpoint's files, relative to its folder, from its marker, which it checks like `check_marker`."""
     marker = check_marker(run_folder, done, version)
     store = run_folder.store.child(run_folder.checkpoint_path(done))
     return recorded(marker["files"], store.url_of(COMPLETE))

@@ -181,10 +181,10 @@ def manifest_from_records(
     run: str | None,
     evaluated: EvaluatedMetrics | None = None,
 ) -> Manifest:
-    """The manifest of an open iteration: every file that its records name, each checked, and the records.
+    """Build the manifest of an open iteration from its records, with all files that they name. Checks each file.
 
     metrics: of the iteration. committed: seconds of the epoch. driver: its token. run: its id. evaluated: the evaluation of the
-    weights that it began with.
+    weights that the iteration started with.
     """
     files = IterationFiles(run_folder, index)
     assert files.manifest is None, "the iteration is open"

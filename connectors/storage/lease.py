@@ -217,7 +217,7 @@ def holder_of(store: Store) -> tuple[ProcessIdentity, bool | None] | None:
 
 
 def find_driver(store: Store) -> ProcessIdentity | None:
-    """The process that drives a run from this folder; None if none does. Waits as `Lease.take` does where it must."""
+    """The process that drives a run from this folder; None if none does. Waits for a renewal if `Lease.take` would."""
     files = Store(store.url)
     holder = _newest(files)
     return None if holder is None or _is_free(files, holder) else holder.process

@@ -32,7 +32,7 @@ from millrace.core.errors import CorruptFileError, MissingFileError
 log = logging.getLogger(__name__)
 
 PART_FOLDERS = ("rollouts", "turns", "rewards", "evaluations")  # of an iteration
-# the token of the driver that wrote it, the attempt of a shard, if one did, and the first digits of its hash
+# the token of the driver that wrote it, the attempt if a shard wrote it, and the first digits of its hash
 PART = re.compile(r"part-(\d{6,})-(?:(\d{4,})-)?[0-9a-f]{32}\.([0-9a-f]{16})\.parquet")
 TAKEOVER = re.compile(r"^takeover-(\d{6,})\.json$")
 REPLACED = re.compile(r"^replaced-(\d{6,})-(\d{4,})\.json$")
@@ -199,7 +199,7 @@ def read_parts(
 
 
 def _writer(name: str) -> tuple[int, int]:
-    """Token of the driver that wrote a part, and attempt of the shard, 0 for none; zeros for the name of no part."""
+    """Token of the driver that wrote a part, and attempt of the shard or 0. Two zeros if the name is not a part's."""
     match = PART.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 

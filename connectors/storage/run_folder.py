@@ -58,7 +58,7 @@ class Owner:
         self._ids = frozenset()
 
     def check(self, run_id: object, url: str) -> None:
-        """Raise StorageError if a file names another run than run.json. None: no driver wrote it.
+        """Raise StorageError if a file names another run than run.json. run_id: None if no driver wrote the file.
 
         A branch starts with files of the runs that it comes from.
         """
@@ -100,7 +100,7 @@ class RunFolder:
         self.summaries = Summaries(self.iteration, self.manifest)
 
     def identity(self, run_id: str) -> str:
-        """What the run's actors and temporary files are named by. run_id: of its run.json."""
+        """The name for the run's actors and temporary files. run_id: the id in its run.json."""
         return run_identity(self.name, self.store.real_url, run_id)
 
     # iterations

@@ -195,7 +195,7 @@ class Store(Files):
         in_threads(fetch, zip(names, targets, strict=True))
 
     def _target(self, name: str, path: str) -> str:
-        """Where a file of a folder goes, relative to the local one."""
+        """The path of a folder's file below the local folder. Raises CorruptFileError if it leads out of that folder."""
         try:
             return inside(name)
         except ValueError as error:
