@@ -26,7 +26,7 @@ class Manifest(BaseModel):
     files: list[FileEntry]
     tasks: dict[str, Any] = {}
     history: IterationHistory | None = None
-    before: str | None = None  # hash of the previous manifest, so that none can be replaced; None in the first
+    before: str | None = None  # hash of the previous manifest, so that none can be replaced
     run: str | None = None  # id of the run that committed it
     sha256: str = ""
 
