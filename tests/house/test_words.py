@@ -1,11 +1,14 @@
-"""The counter of constructions finds each of them, and leaves plain sentences alone."""
+"""The product's docstrings and comments are plain; the counter finds each construction, and leaves plain sentences alone."""
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
-from tests.house.source import SourceFile
-from tests.house.words import CONSTRUCTIONS, counted, found_in
+from tests.house.source import SourceFile, read_source
+from tests.house.words import CONSTRUCTIONS, MOST_PER_10000, counted, found_in
 
 EXAMPLES = {
     "those that": ["Keep those that are full.", "Take one that is free."],
@@ -41,3 +44,11 @@ def test_docstrings_and_comments_of_the_product_are_read() -> None:
     words, found = counted([SourceFile.parse("core/a.py", text), SourceFile.parse("tests/a.py", text)])
     assert words == 6
     assert [(each.line, each.construction) for each in sorted(found)] == [(3, "opens with Of"), (5, "begin")]
+
+
+def test_docstrings_and_comments_of_the_product_are_plain() -> None:
+    words, found = counted(read_source(Path(__file__).parents[2]))
+    most = MOST_PER_10000 * words / 10_000
+    counts = Counter(each.construction for each in found)
+    too_many = {name: count for name, count in counts.items() if count > most}
+    assert not too_many, "\n".join(str(each) for each in sorted(found) if each.construction in too_many)
