@@ -156,7 +156,7 @@ class Ledger:
             # after a change of the data the deferred groups are of other sources
         )
         assert not known or sorted(joined) == sorted(self.deferred), (
-            "an iteration has what was deferred to it"
+            "an iteration has the groups deferred to it"
         )
         self.deferred = []
         for key in joined if not known else ():

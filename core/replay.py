@@ -79,7 +79,7 @@ def check_trainer_fits(version: int, recorded: StepMetrics, now: StepSettings) -
         moved = path in MAY_MOVE and None not in (then[path], here[path])
         if then[path] != here[path] and not moved and not path.startswith(NOT_BUILT_IN):
             raise TrainerError(
-                f"step {version} was made under {path} = {then[path]!r}, this trainer was built with {here[path]!r}",
+                f"step {version} was made with {path} = {then[path]!r}, this trainer was built with {here[path]!r}",
                 remedy="replay the iterations before and after the change separately",
             )
 
@@ -95,8 +95,7 @@ def check_replayed(index: int, recorded: StepMetrics, again: StepMetrics, *, exa
             continue
         raise ReplayedStepError(
             f"iteration {iteration_number(index)}, step {recorded['version']}: made again, {name} is {now!r}, recorded is {before!r}",
-            remedy="put back what changed since (the batch, the model's files, functions of yours, package versions), or "
-            "go on without the steps after a checkpoint: `millrace branch RUN NEW --at ITERATION`",
+            remedy="put back what changed since (the batch, the model's files, your functions, package versions), or continue without the steps after a checkpoint: `millrace branch RUN NEW --at ITERATION`",
         )
 
 

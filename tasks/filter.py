@@ -125,7 +125,7 @@ def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[S
             f"dropped most often: {dropped.most_frequent()}{_failures(groups)}",
             where=f"iteration {iteration_number(ctx.index)}",
             remedy="set filter.when_insufficient=keep, or correct what fails, and start the same command again: failed samples "
-            f"are scored again. Or {way_out(ctx.run_folder, ctx.index)}. A branch may raise filter.refill_factor",
+            f"are scored again. Or {way_out(ctx.run_folder, ctx.index)}. A branch can raise filter.refill_factor",
         )
     return kept
 

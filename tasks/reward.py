@@ -143,7 +143,7 @@ def _take_back(ctx: IterationContext) -> None:
         "iteration %d: %d samples could not be scored and are scored again%s",
         iteration_number(ctx.index),
         sum(row.scoring in UNSCORED for rows in whole.values() for row in rows),
-        ", with the others of their prompts where one call scores them together" if as_one else "",
+        ", with the others of their prompts if one call scores them together" if as_one else "",
     )
 
 

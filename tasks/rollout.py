@@ -189,7 +189,7 @@ def rollout_budget(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = 
         config.samples_per_iteration,
         what="failed to generate",
         where=f"iteration {iteration_number(ctx.index)}",
-        remedy="fix the cause or raise the share, and start the same command again: what finished is kept. Or "
+        remedy="fix the cause or raise the share, and start the same command again: finished work is kept. Or "
         f"{way_out(ctx.run_folder, ctx.index)}, which generates its samples again",
         also=partial(ctx.note_failure, "rollout"),
     )

@@ -92,10 +92,7 @@ async def run_recorded(
 
 def after_tries(tries: int) -> str:
     """What to do when a live part died in each try of a task."""
-    return (
-        f"its task was tried {tries} times. What Ray printed of it is in {library_log()}, on another host in Ray's log "
-        "there: correct the cause, and start the same command again. What finished is kept"
-    )
+    return f"its task was tried {tries} times. Ray's output is in {library_log()}, for other hosts in Ray's log there: correct the cause, and start the same command again. Finished work is kept"
 
 
 def _check_found(ctx: IterationContext, task: str) -> None:

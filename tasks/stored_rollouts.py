@@ -60,7 +60,7 @@ def _take(ctx: IterationContext) -> None:
         raise StorageError(
             f"has not stored iteration {iteration_number(ctx.index)}",
             where=source.store.url,
-            remedy="have it go on, or lower run.iterations",
+            remedy="train it further, or lower run.iterations",
         )
     of = source.iteration(ctx.index)
     records = {record_path(name) for name in TASKS}

@@ -102,7 +102,7 @@ class Account:
         for (fate, _, version), count in sorted(self.tokens.items()):
             if count < 0:
                 found.append(
-                    f"more tokens of weight version {version} are trained than were generated: {fate} {count}"
+                    f"more tokens of weight version {version} were trained than generated: {fate} {count}"
                 )
         made, known = self.generated_samples + self.carried_samples, sum(self.samples.values())
         if made != known:

@@ -53,7 +53,6 @@ class RestartBudget:
         if self.deaths.total > self.allowed:
             raise BudgetError(
                 f"{name} died and engines.restarts = {self.allowed} is spent; most often: {self.deaths.most_frequent()}",
-                remedy="the end of the log has the cause: correct it or raise engines.restarts, and start the same command "
-                "again: restarts then count from 0, and what finished is kept",
+                remedy="the end of the log has the cause: correct it or raise engines.restarts, and start the same command again: restarts then count from 0, and finished work is kept",
             )
         log.warning("%s died: %s; restart %d of %d", name, reason, self.deaths.total, self.allowed)

@@ -92,7 +92,7 @@ def _check_bound(config: Mapping[str, Any], family: str, refuse: Any) -> None:
         rule = BOUND[family].get(key)
         if rule is None:
             if key in READ_UNDECLARED - known and value is not None:
-                refuse(key, value, f"an engine may read it, and no {family} model is built from it here")
+                refuse(key, value, f"an engine may read it, but the {family} model here does not")
             continue
         exact = any(type(value) is type(one) and value == one for one in rule.values)
         if not exact and not (rule.allows and rule.allows(value, family)):

@@ -194,7 +194,7 @@ def _header(path: Path, where: str) -> dict[str, StoredTensor]:
         for name, tensor in found.items():
             width = BYTES.get(tensor.dtype)
             if width and tensor.end - tensor.start != width * math.prod(tensor.shape):
-                raise ValueError(f"the bytes of {name} are not those of its shape")
+                raise ValueError(f"the bytes of {name} do not fit its shape")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         reason = f"{path.name} is no whole safetensors file: {error}"
         raise ConfigError(reason, where=where, remedy=remedy_of(error, WHOLE)) from error

@@ -32,18 +32,18 @@ WHOLE_ROLLOUT = (
     "write what makes one sample, and name it in rollout.session.function",
 )
 TRAINER = (
-    "functions of slime's trainer are not taken",
+    "functions of slime's trainer are not supported",
     "write algorithm.loss or algorithm.advantage: docs/algorithms.md#your-functions",
 )
 DATA_SOURCE = (
-    "data sources of slime's are not taken",
+    "data sources of slime's are not supported",
     "write data.sources[].rows: docs/data.md#rows-that-a-function-makes",
 )
 AGENTS = (
     "adapters of agents are not here",
     "ask session.base_url, which speaks OpenAI's chat completions, in a function of millrace's form: docs/generation.md#a-client-that-speaks-openais-chat-completions",
 )
-PICTURES = ("pictures are not trained here", "train on text")
+PICTURES = ("pictures are not supported", "train on text")
 HUB = "millrace.core.slime.hub"  # imported with the names, since it needs rewards, which need hooks
 UNKNOWN = (
     "this name of slime's is not here",
@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "slime.rollout.sglang_rollout.generate_rollout_async": WHOLE_ROLLOUT,
     "slime.rollout.sglang_streaming_rollout": (
         "answers come whole",
-        "leave it out: answers that are cut go on by segments",
+        "leave it out: cut answers continue from their segments",
     ),
     "slime.rollout.sleep_rollout": WHOLE_ROLLOUT,
     "slime.utils.external_utils": (

@@ -142,7 +142,7 @@ async def _record_end(runtime: Runtime, lease: Lease, error: BaseException) -> N
         if not await asyncio.to_thread(lease.may_be_lost):
             await record_end(runtime, lease.token, by, error)
     except (MillraceError, OSError) as failed:
-        log.warning("run.json does not say how this start ended: %s", failed)
+        log.warning("run.json does not record how this start ended: %s", failed)
 
 
 def _nothing() -> None:

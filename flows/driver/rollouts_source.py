@@ -65,9 +65,7 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
             "run.iterations",
             config.run.iterations,
             f"the run {name} has stored {committed}",
-            f"set it to {committed} or less, or have {name} go on"
-            if committed
-            else f"have {name} make some first",
+            f"set it to {committed} or less, or train {name} further" if committed else f"train {name} first",
         )
 
 

@@ -167,7 +167,7 @@ def check_goes_on(record: dict[str, Any], flow_run_id: str, complete: int) -> No
         raise BudgetError(
             f"{STARTS} starts of this flow run ended before iteration {iteration_number(complete)} was complete",
             where=f"run {record['name']}",
-            remedy="find out why in the logs of the flow run, then start the run again as a new flow run: it goes on",
+            remedy="find the cause in the logs of the flow run, then start the run again as a new flow run, which resumes it",
         )
 
 
@@ -250,11 +250,11 @@ def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict
             raise DataError(
                 "its data changed:\n  " + "\n  ".join(changes),
                 where=f"run {runtime.config.run.name}",
-                remedy="Put the files back, start under another run.name, or set data.allow_changes=true to go on with them.",
+                remedy="Put the files back, start under another run.name, or set data.allow_changes=true to continue with them.",
             )
         since = first_undrawn_iteration(runtime.run_folder)
         log.warning(
-            "the data changed; from iteration %d on prompts are drawn from what it holds now: %s",
+            "the data changed; from iteration %d on prompts are drawn from its new content: %s",
             iteration_number(since),
             "; ".join(changes),
         )

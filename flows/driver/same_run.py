@@ -79,7 +79,7 @@ def check_branch(
         raise ConfigError(
             f"is a branch of {parent['run']}, which has another configuration:\n{_lines(refused)}",
             where=f"run {now.run.name}",
-            remedy="Put these fields back, or start a new run: a branch goes on with its parent's iterations.",
+            remedy="Put these fields back, or start a new run: a branch continues its parent's iterations.",
         )
     then, here = before.algorithm, now.algorithm
     for field, missing in (

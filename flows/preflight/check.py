@@ -215,7 +215,7 @@ def _is_known(field: str, url: str, problems: list[Problem]) -> bool:
         fsspec.get_filesystem_class(protocol)
     except ValueError:
         problems.append(
-            Problem(field, url, f"{protocol}:// is no known storage", "give a path, s3:// or gs://")
+            Problem(field, url, f"{protocol}:// is not a known storage", "give a path, s3:// or gs://")
         )
     except ImportError as error:
         problems.append(Problem(field, url, f"{protocol}:// needs a package: {error}", "install it"))

@@ -256,7 +256,7 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
             yield Problem(
                 field,
                 key,
-                f"algorithm.loss=sft learns text, and row {wrong.row} of {path} has {_kind(wrong.label)} there",
+                f"algorithm.loss=sft trains text, and row {wrong.row} of {path} has {_kind(wrong.label)} there",
                 "set it to the key that holds the reference answer as text, or correct the row",
             )
     elif missing and not _may_score_itself(config) and _reads_label(reward, rows.usable[0]):

@@ -59,7 +59,7 @@ NOT_OF_SLIME = {  # fields that do not: the reason, and the alternative
         "write rows() that returns a list of rows",
     ),
     "": (
-        "it takes no function of slime's signature",
+        "it does not accept slime's signature",
         "give it the parameters of docs/algorithms.md#your-functions",
     ),
 }
@@ -211,7 +211,7 @@ def _of_slime(config: RunConfig, place: str, function: UserFunction) -> Iterator
             f"{place}.function",
             function.function,
             reason,
-            "set it where the sample is generated, in rollout.session.function",
+            "set it in rollout.session.function, which generates the sample",
         )
     for name, where in () if rollouts else reads.tokens.items():
         reason = f"it reads sample.{name} ({where}): rewards and filters see no token ids"

@@ -123,8 +123,7 @@ def _ready(template: ChatTemplate, prompt: Prompt, template_kwargs: Mapping[str,
         yield Problem(
             "model.chat_template",
             None,
-            f"it has no generation prompt: the text that is sent ends in {sent[-SHOWN:]!r}, and an answer begins after "
-            f"{before!r}",
+            f"it has no generation prompt: the sent text ends in {sent[-SHOWN:]!r}, and an answer starts after {before!r}",
             "end it with {% if add_generation_prompt %}" + before + "{% endif %}",
         )
 
@@ -141,7 +140,7 @@ def _refused(rows: Rows, template: ChatTemplate, row: PromptRow, error: ValueErr
             return Problem(
                 f"{rows.field}.system",
                 system,
-                f"the chat template takes no system message: {error}",
+                f"the chat template accepts no system message: {error}",
                 "remove it, or put it into the prompts",
             )
     return Problem(

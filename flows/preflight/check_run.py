@@ -153,7 +153,7 @@ def _data(config: RunConfig, record: dict[str, Any]) -> Iterator[Problem]:
                 f"data.sources.{source.name}.path",
                 source.path,
                 f"the file changed under run {config.run.name}: it had {before['size']} bytes, and has {now[0]}",
-                f"put it back, {ANOTHER}, or set data.allow_changes=true to go on with it",
+                f"put it back, {ANOTHER}, or set data.allow_changes=true to continue with it",
             )
 
 

@@ -131,6 +131,5 @@ def _leaves_history(
             None,
             f"it rewrites earlier turns ({found.dialogue}): where {found.grown[:SHOWN]!r} was sent it would send "
             f"{found.rendered[:SHOWN]!r} later",
-            "name a template that leaves them as they were, or set rollout.session.history=append: then what was generated "
-            "stays in the prompt all the same",
+            "name a template that leaves them as they were, or set rollout.session.history=append: then generated tokens still stay in the prompt",
         )

@@ -57,7 +57,7 @@ def asynchrony(config: RunConfig) -> Iterator[Line]:
     if p.rollouts_from:
         yield (
             "asynchrony",
-            f"none: rollouts are as the run {p.rollouts_from} stored them, whichever weights made them",
+            f"none: rollouts are as the run {p.rollouts_from} stored them, made by any weights",
         )
         return
     if not p.ahead and p.select == "draw":

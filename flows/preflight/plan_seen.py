@@ -83,10 +83,7 @@ def _run_beside(found: Checked, folder: Path) -> str | None:
     root = folder / found.config.storage.root
     if not (root / found.config.run.name / "run.json").exists():
         return None
-    return (
-        f"WARNING: run {found.config.run.name} exists beside the file, in {root}, and a start from here begins another. "
-        f"To go on with it: storage.root={shlex.quote(str(root))}"
-    )
+    return f"WARNING: run {found.config.run.name} exists beside the file, in {root}, and a start from here starts another. To resume it: storage.root={shlex.quote(str(root))}"
 
 
 def weights(found: Checked) -> Iterator[Line]:
@@ -215,7 +212,7 @@ def _dialogue(rows: Rows, tokenizer: Any) -> str:
             f"{sum(trained)} of {sum(rows.lengths)} tokens"
         )
     where = f"row {number} of {rows.source.name}{counted}"
-    return f"{where}. What is trained stands between {MARKS[0]} and {MARKS[1]}:\n{_cut(text)}"
+    return f"{where}. Trained text is between {MARKS[0]} and {MARKS[1]}:\n{_cut(text)}"
 
 
 def _cut(text: str) -> str:

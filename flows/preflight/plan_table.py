@@ -66,7 +66,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     n = plan.numbers
     lost = "dropped groups" if n.drops else "groups that fail"
     spare = f" (and up to {n.spare_prompts} in place of {lost})" if n.spare_prompts else ""
-    chunks = f", its passes in chunks of {n.chunk_groups} groups as they are whole" if n.chunk_groups else ""
+    chunks = f", its passes in chunks of {n.chunk_groups} finished groups" if n.chunk_groups else ""
     passes = f"{n.passes} passes of " if n.passes > 1 else ""
     a_pass = n.steps // n.passes
     steps = (

@@ -64,7 +64,7 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
     target.store.write_sealed("run.json", branch_record)
     where = [] if root == DEFAULT_ROOT else [f"storage.root={root}"]
     command = shlex.join(["millrace", "train", "CONFIG", f"run.name={new}", *where])
-    return f"{target.store.url}: {at} iterations of {run}; go on with `{command}`"
+    return f"{target.store.url}: {at} iterations of {run}; train it with `{command}`"
 
 
 def _files(source: RunFolder, at: int) -> Iterator[tuple[str, FileEntry | None]]:

@@ -53,10 +53,7 @@ def discard_iterations(root: str, run: str, index: int, *, later: bool = False, 
         folder.store.write_sealed("run.json", record)
     finally:
         lease.release()
-    return (
-        f"iteration {iteration_number(index)} of {run} is given up: {groups} groups are in the ledger again, and what was made is "
-        f"in {folder.store.url_of(moved)}; go on with the same command"
-    )
+    return f"iteration {iteration_number(index)} of {run} is given up: {groups} groups are in the ledger again, and its files are in {folder.store.url_of(moved)}; go on with the same command"
 
 
 def _check_may_go(folder: RunFolder, index: int, later: bool) -> None:
@@ -67,7 +64,7 @@ def _check_may_go(folder: RunFolder, index: int, later: bool) -> None:
         raise StorageError(
             f"{what}iteration {iteration_number(index)} is committed, and a committed iteration is final",
             where=folder.store.url,
-            remedy=f"go on without it in a branch: `millrace branch {of_run(folder.name, folder.store.url, 'NEW', f'--at {newest}')}`",
+            remedy=f"continue without it in a branch: `millrace branch {of_run(folder.name, folder.store.url, 'NEW', f'--at {newest}')}`",
         )
     if not folder.iteration(index).list():
         raise StorageError(

@@ -215,7 +215,7 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
     for name in sets:
         if name not in known:
             raise ConfigError(
-                "there is no such held-out set",
+                "unknown held-out set",
                 where=f"--set {name}",
                 remedy=f"there are: {', '.join(known)}",
             )

@@ -104,7 +104,7 @@ def end_driver(driver: ProcessIdentity, run: str, url: str) -> bool:
             raise LeaseHeldError(
                 f"{driver} drives it and did not end within {PROMISED_S:g} s of SIGTERM",
                 where=url,
-                remedy=f"`kill -9 {driver.pid}` ends it; then `millrace stop {of_run(run, url)}` ends what it leaves",
+                remedy=f"`kill -9 {driver.pid}` ends it; then `millrace stop {of_run(run, url)}` ends its remaining processes",
             )
         time.sleep(POLL_S)
     return was_alive

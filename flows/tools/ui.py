@@ -36,7 +36,7 @@ def open_pages(root: str, run: str | None, uri: str | None, port: int | None) ->
         )
     if port and is_server(store):
         raise ConfigError(
-            "the runs are on a tracking server of yours",
+            "the runs are on your tracking server",
             where=f"--port {port}",
             remedy=f"leave it out, and open {store}",
         )

@@ -110,7 +110,7 @@ class GpuMemory:
             ranks = await self._offloaded_ranks(version)
             missing = fleet.unconfirmed(versions.newest, versions.oldest)
             if missing:
-                with waiting(log, f"weights of version {version} on {len(missing)} engines"):
+                with waiting(log, f"weights of version {version} in {len(missing)} engines"):
                     await self._update(fleet, ranks, version, missing, newest=versions.newest)
                 # frees the bucket
                 await self._offloaded_ranks(version)

@@ -66,7 +66,7 @@ def evaluation_budget(
         prompts * held_out.samples_per_prompt,
         what="failed to generate",
         where=f"evaluation of {held_out.name} after {evaluation.done} iterations",
-        remedy="fix the cause or raise the share, and start the same command again: what was answered is kept",
+        remedy="fix the cause or raise the share, and start the same command again: answers are kept",
         also=partial(ctx.note_failure, held_out.name),
     )
 

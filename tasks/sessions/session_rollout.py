@@ -183,7 +183,7 @@ class SessionRollout:
         if number in self.tree:
             return self.tree[number]
         if begin is None or begin["parent"] not in self.tree:
-            raise ValueError("its branch could not begin")
+            raise ValueError("its branch could not start")
         own = begin["prompt"]
         ids = None if own is None else self._opening_ids([], own)
         branch = self.tree.branch(number, begin["parent"], begin["parent_turns"], begin["name"], ids)
@@ -299,7 +299,7 @@ class SessionRollout:
         for piece in new:
             ids += piece.get("ids", ())
         if not ids:
-            raise ValueError("a branch with a prompt of its own needs some")
+            raise ValueError("a branch with its own prompt needs a message or token ids")
         return ids
 
     async def _call(self, branch: Branch, request: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def response_of(read: UsablePrompt, source: str, tokenizer: PromptTokenizer, cha
     answer = read.row.label
     if not isinstance(answer, str) or not answer:
         raise DataError(
-            "the label is no text; supervised training needs an answer in every row",
+            "the label is not text; supervised training needs an answer in every row",
             where=f"source {source}, row {read.row.row}",
             remedy="set the source's label_key to the column that holds it, or loss_on=assistant for whole dialogues",
         )

@@ -141,7 +141,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         "algorithm.distillation_coef",
     ),
     Idle(
-        "with pipeline.rollouts_from samples and rewards are those that the other run stored",
+        "with pipeline.rollouts_from samples and rewards come from the other run",
         _takes_rollouts,
         # fields of these sections that are not listed must be as in the other run
         "rollout.max_concurrency rollout.shards rollout.part_groups rollout.flush_tokens rollout.progress_timeout_s "
@@ -175,7 +175,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         "pipeline.on_update",
     ),
     Idle(
-        "placement.colocate is false, so that nobody waits for their memory",
+        "placement.colocate is false, so that engines and trainer share no memory",
         lambda config: not config.placement.colocate,
         "placement.offload_engines placement.offload_trainer",
     ),
@@ -205,7 +205,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         "algorithm.kl_kind algorithm.kl_placement algorithm.kl_unbiased algorithm.kl_horizon",
     ),
     Idle(
-        "without algorithm.kl_target the coefficient stays as it is",
+        "without algorithm.kl_target the coefficient does not change",
         lambda config: config.algorithm.kl_target is None,
         "algorithm.kl_horizon",
     ),
@@ -215,7 +215,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         "algorithm.constant_length",
     ),
     Idle(
-        "algorithm.loss=reinforce takes no ratio",
+        "algorithm.loss=reinforce has no ratio",
         lambda config: config.algorithm.loss.kind == "reinforce",
         "algorithm.old_logprobs",
     ),
@@ -271,7 +271,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         "data.stream_above_rows",
     ),
     Idle(
-        "without engines.router nothing of millrace listens beside external engines",
+        "without engines.router millrace starts no server beside external engines",
         lambda config: config.engines.kind == "external" and config.engines.router is None,
         "engines.host",
     ),

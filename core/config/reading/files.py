@@ -64,7 +64,7 @@ def parse_values(text: str, name: str = "the configuration", chain: Sequence[Pat
         raise ConfigError(
             f"must be a mapping of sections, not {type(values).__name__}",
             where=name,
-            remedy="begin with run:, model: and data:",
+            remedy="start with run:, model: and data:",
         )
     named = {str(key): value for key, value in values.items()}
     base = named.pop("base", None)

@@ -31,7 +31,10 @@ def odd_values(
             yield place, Problem(field, shown, "too large", f"give a whole number up to {LARGEST}")
         elif isinstance(values, str) and not _is_text(values):
             shown = values[:TEXT_SHOWN].encode("unicode_escape").decode()
-            yield place, Problem(field, shown, "holds a character that is no text", "remove it")
+            yield (
+                place,
+                Problem(field, shown, "holds half a character, which UTF-8 cannot store", "remove it"),
+            )
 
 
 def _is_text(value: str) -> bool:

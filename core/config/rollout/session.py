@@ -106,7 +106,7 @@ class Session(Section):
     )
     history: Literal["exact", "append"] = Field(
         "exact",
-        description="exact: refuse a chat template that rewrites earlier turns. append: keep what was generated even there.",
+        description="exact: refuse a chat template that rewrites earlier turns. append: keep generated tokens even then.",
     )
     workers: Annotated[int, ANY_START] = Field(
         1,

@@ -65,7 +65,7 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
         yield Problem(
             "rollout.sampling.temperature",
             0,
-            "greedy samples of one prompt are all the same, and their log-probabilities say nothing of a policy",
+            "greedy samples of one prompt are identical, and their log-probabilities are no policy's",
             "set it above 0; evaluation.sets[].sampling has its own temperature",
         )
     if a.advantage.kind == "none" and a.distillation_coef == 0:
@@ -82,7 +82,7 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
             yield Problem(
                 "algorithm.overlong.buffer_tokens",
                 a.overlong.buffer_tokens,
-                f"the penalty would begin before the response does: {rollout.longest_response_field} is {budget}",
+                f"the penalty would start before the response: {rollout.longest_response_field} is {budget}",
                 f"set it to {budget} or less",
             )
         if a.advantage.kind == "max_rl":

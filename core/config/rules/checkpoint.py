@@ -45,7 +45,7 @@ def _keep_best(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "checkpoint.keep_best",
             c.keep_best,
-            "there is no majority of one sample a prompt",
+            "one sample a prompt has no majority",
             "set samples_per_prompt of the set to 2 or more, or keep the best by its reward_mean",
         )
     elif c.keep_best not in made:

@@ -47,7 +47,7 @@ def loss_problems(field: str, source: PromptRows, supervised: bool) -> Iterator[
             yield Problem(
                 f"{field}.label_key",
                 None,
-                "algorithm.loss=sft learns the reference answer, and no column is named for it",
+                "algorithm.loss=sft trains the reference answer, and no column is named for it",
                 "name the column, or set loss_on=assistant for whole dialogues",
             )
         return
@@ -62,7 +62,7 @@ def loss_problems(field: str, source: PromptRows, supervised: bool) -> Iterator[
         yield Problem(
             f"{field}.chat",
             False,
-            f"loss_on={source.loss_on} trains messages, which the chat template writes",
+            f"loss_on={source.loss_on} trains messages, which the chat template renders",
             "set it to true",
         )
     if source.label_from_prompt:

@@ -27,6 +27,6 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"evaluation.sets.{held_out.name}.samples_per_prompt",
                 held_out.samples_per_prompt,
-                "greedy samples of one prompt are all the same",
+                "greedy samples of one prompt are identical",
                 "set it to 1, or the set's sampling.temperature above 0",
             )

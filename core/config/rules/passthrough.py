@@ -26,7 +26,7 @@ SGLANG_ELSEWHERE = {
     "random_seed": "run.seed",
 }
 
-_BIASED = "tokens would not be drawn from the distribution that their log-probabilities are of"
+_BIASED = "tokens would come from another distribution than their log-probabilities"
 
 _LOCKED = "a configuration is stored with the run, and a secret must not be"
 _ALONE = "let engines listen on a private address (engines.host)"
@@ -57,7 +57,7 @@ SGLANG_REFUSED = {
     "nnodes": _ONE_HOST,
     "node_rank": _ONE_HOST,
     "dist_init_addr": _ONE_HOST,
-    "preferred_sampling_params": "samples would not record what it changed: rollout.sampling goes with every request",
+    "preferred_sampling_params": "samples would not record its changes: every request has rollout.sampling",
     "enable_lora": _NO_ADAPTER,
     "lora_paths": _NO_ADAPTER,
     "tokenizer_worker_num": "SGLang then takes no key, and millrace gives each engine one; prompts come as tokens anyway",

@@ -102,7 +102,7 @@ def _session(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "rollout.session",
             "empty",
-            "nothing says how a rollout goes on",
+            "no field says how a rollout continues",
             "name rollout.session.function, .environment or .tools",
         )
     if session.environment and session.tools:
@@ -110,7 +110,7 @@ def _session(config: RunConfig) -> Iterator[Problem]:
             "rollout.session.tools",
             [tool.function if isinstance(tool, Tool) else "mcp" for tool in session.tools],
             "in an environment nothing calls them",
-            "have the environment's steps do what they do, or name rollout.session.function",
+            "let the environment's steps do their work, or name rollout.session.function",
         )
     yield from same_names("rollout.session.named", session.named)
     names = [

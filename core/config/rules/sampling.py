@@ -66,7 +66,7 @@ def _contents(place: str, sampling: Sampling) -> Iterator[Problem]:
         yield Problem(
             f"{place}.{second}",
             sampling.grammar[second],
-            f"{first} says the form already",
+            f"{first} sets the form already",
             "keep one of the two",
         )
 
@@ -75,7 +75,7 @@ def _wrong_pattern(pattern: str) -> str | None:
     try:
         empty = re.compile(pattern).search("")
     except re.error as error:
-        return f"it is no regular expression: {error}"
+        return f"not a regular expression: {error}"
     return "it is found in the empty text, so that every response ends at once" if empty else None
 
 

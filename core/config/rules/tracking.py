@@ -36,7 +36,7 @@ def _tracking(uri: str) -> Iterator[Problem]:
         yield Problem(
             "tracking.uri",
             uri,
-            "it is no URI",
+            "not a URI",
             "write sqlite:///path/of/file.db or http://host:port, or leave it out",
         )
     elif found and head.partition("+")[0] not in known:

@@ -64,7 +64,7 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "trainer.parallel.sequence",
             True,
-            "it splits sequences over tensor parallel ranks, and parallel.tensor is 1",
+            "sequences are split over tensor parallel ranks, and parallel.tensor is 1",
             "set it to false, or parallel.tensor to 2 or more",
         )
 

@@ -282,7 +282,7 @@ def without_label(row: PromptRow, keys: Keys) -> Quarantined:
     """A row that lacks the label which other rows of its source have."""
     reason = f"missing key: {keys.label_key} (other rows of the source have it)"
     if keys.label_from_prompt:
-        reason = "no answer: the last message is no text of the assistant (in other rows it is)"
+        reason = "no answer: the last message is not text of the assistant (in other rows it is)"
     return refuse(keys, row.row, reason, _shown(row.prompt))
 
 
@@ -410,7 +410,7 @@ def _json_problem(value: Any) -> str | None:
 
 
 def _not_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON value")
+    raise ValueError(f"{constant} is not a JSON value")
 
 
 def _type(value: Any) -> str:

@@ -19,7 +19,7 @@ def trained_messages(messages: Sequence[Message], loss_on: LossOn) -> list[int]:
 
     Raises ValueError, with `kind of reason: details`, for a switch that cannot be obeyed, or if no message is trained.
     """
-    assert loss_on != "answer", "an answer is no message"
+    assert loss_on != "answer", "an answer is not a message"
     said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = said if loss_on == "assistant" else said[-1:]
     trained: list[int] = []

@@ -114,7 +114,7 @@ def _call(name: str, given: Any, expected: Any, wrapped: bool) -> Call:
         given = [_parsed(line, "tests") for line in given.splitlines() if line.strip()]
         return Call(name, given, [_parsed(expected, "tests") if isinstance(expected, str) else expected])
     if not isinstance(given, list):
-        raise _wrong("tests", f"the input of {name} is no list of arguments")
+        raise _wrong("tests", f"the input of {name} is not a list of arguments")
     return Call(name, given, [expected, *(expected if wrapped and isinstance(expected, list) else [])])
 
 

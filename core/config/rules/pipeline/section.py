@@ -34,8 +34,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "pipeline.max_staleness",
             None,
-            f"it stands for {p.oldest} here, so no group may be deferred: with pipeline.select=finish groups that are under way "
-            "would be dropped, and long answers trained more rarely than they are drawn",
+            f"it stands for {p.oldest} here, so no group may be deferred: with pipeline.select=finish unfinished groups would be dropped, and long answers trained less often than they are drawn",
             f"set it to {p.oldest + 1}, or to {p.oldest} to drop them nevertheless",
         )
     if p.select == "finish" and config.rollout.session:
@@ -168,7 +167,7 @@ def _sync_every(config: RunConfig) -> Iterator[Problem]:
     if config.evaluation.sets and not config.algorithm.supervised:
         multiples["evaluation.every"] = (
             config.evaluation.every,
-            "engines evaluate the trained weights, which they have after a sync alone",
+            "engines evaluate the trained weights, which they have only after a sync",
         )
     for field, (value, why) in multiples.items():
         if value % every:
