@@ -46,7 +46,7 @@ class Architecture:
     vocab: int
     positions: int
     tied: bool
-    eps: float  # of the norms
+    eps: float  # epsilon of the norms
     rope_theta: float
     rope_scaling: RotaryScaling | None
     experts: int  # 0: dense

@@ -120,7 +120,7 @@ def _merged(first: Sets, second: Sets, bins: int) -> Sets:
         bisect.insort_right(first, second[0], key=_lightness)
         return first
     rising = sorted(second, key=lambda each: each[0])
-    # so many sets of the first list are joined with an empty set
+    # this many sets of the first list are joined with an empty set
     alone = bins - len(second)
     pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first[alone:], rising, strict=False)]
     return sorted([*first[:alone], *pairs, *rising[len(pairs) :]], key=_lightness)

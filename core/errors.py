@@ -25,7 +25,7 @@ _OURS = tuple(f"{folder}{os.sep}" for name in PACKAGES for folder in (_HERE / na
 _LIBRARY = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 
-DEFAULT_ROOT = "runs"  # where commands look for runs
+DEFAULT_ROOT = "runs"  # commands look for runs here
 
 
 def of_run(run: str, url: str, *words: str) -> str:

@@ -9,7 +9,7 @@ import ctypes
 import gc
 
 GIVE_BACK_EVERY = 20  # iterations
-_NEVER = 2**30  # collections of the middle generation
+_NEVER = 2**30  # parameters of glibc's mallopt
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 
 

@@ -85,7 +85,7 @@ class GroupSample:
     scoring: str = "scored"  # scored, failed, timed_out, skipped
     response_length: int = 0  # tokens
     truncated: bool = False  # cut at the token limit
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward
+    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward
     input: RewardInput = field(default_factory=lambda: RewardInput("", ""))  # the input of its reward
 
 

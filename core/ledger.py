@@ -41,7 +41,7 @@ Order = NDArray[np.int64]
 class Draw:
     """One group to generate. Ordinals past what the batch needs are the reserve."""
 
-    source: str  # of a source with levels: NAME@LEVEL
+    source: str  # NAME@LEVEL for a source with levels
     row: int
     epoch: int
     ordinal: int
@@ -116,7 +116,7 @@ class Ledger:
         self._open: dict[int, list[Key]] = {}
         self._returned: dict[Key, _Returned] = {}
         self.deferred: list[Key] = []  # by the newest applied iteration, to the next one
-        self._ages: dict[Key, int] = {}  # of groups in flight or returned
+        self._ages: dict[Key, int] = {}  # ages of groups in flight or returned
         self._drawn = 0
 
     def use_ahead(self, ahead: Ahead) -> None:

@@ -186,7 +186,7 @@ def _of_parts(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
             values.setdefault(f"reward_part/{name}", []).append(value)
             if several:
                 values.setdefault(f"reward_part/{name_part(source_of[sample])}/{name}", []).append(value)
-    # so many parts are named by their samples, not by their kinds
+    # with this many parts, names come from samples, not from kinds
     if len(values) > MOST_PARTS:
         return {}
     return {name: sum(each) / len(each) for name, each in values.items()}

@@ -30,7 +30,7 @@ HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 sums
 FILES = Path("quickstart-files")
 WARM_LOSS = 0.55  # mean of the last ten steps; about a third of the samples are then right, with any seed
-TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm-up's iterations
+TEACHER_ITERATIONS = 12  # iterations of 5,120 rows each, after the warm-up's
 GPU_SHAPE: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,

@@ -67,7 +67,7 @@ class _BatchFigures:
 
     metrics: dict[str, float | None]
     account: Account
-    without_advantage: int | None  # samples, where the advantages of all are 0
+    without_advantage: int | None  # number of samples, if the advantages of all are 0
 
 
 @task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)

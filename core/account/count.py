@@ -23,7 +23,7 @@ COLUMNS = {  # columns read from each kind of table
 AT_ONCE = 128  # rows whose tokens are summed at once
 SUPERSEDED = "superseded"  # turns whose rollout was run again and made other turns
 RETURNED: tuple[Fate, str] = ("returned", "")
-NOT_GENERATED: tuple[Fate, str] = ("dropped", "not_generated")  # as of failed samples of kept groups
+NOT_GENERATED: tuple[Fate, str] = ("dropped", "not_generated")  # for failed samples of kept groups
 Outcome = tuple[Fate, str]
 """What became of a sample, and what dropped it."""
 

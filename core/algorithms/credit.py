@@ -31,7 +31,7 @@ class ScoredSamples:
     rewards: Sequence[float]  # NaN: not scored
     # samples of one group are compared: the samples of one prompt, or its branches of one name
     group_ids: Sequence[int]
-    lengths: Sequence[int]  # of responses, in tokens
+    lengths: Sequence[int]  # response lengths, in tokens
     truncated: Sequence[bool]
     # samples that count once together, as the branches of a rollout do; None: each counts for itself
     units: Sequence[int] | None = None

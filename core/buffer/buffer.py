@@ -36,7 +36,7 @@ class Buffer:
     def __init__(self, max_age: int, max_uses: int, versions: int) -> None:
         """max_age: weight versions. max_uses: iterations that train a group, the first included. versions: per iteration."""
         self.max_age, self.max_uses, self._versions = max_age, max_uses, versions
-        self.version = 0  # of the weights that the next iteration trains
+        self.version = 0  # version of the weights that the next iteration trains
         self._held: dict[Place, _Held] = {}
 
     def extend(self, histories: Iterable[IterationHistory]) -> Buffer:

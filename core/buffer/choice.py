@@ -9,7 +9,7 @@ from millrace.core.config.rollout.buffer import Buffer as Settings
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import BufferedGroup, call_function
 
-BANDS = 4  # of mean rewards
+BANDS = 4  # number of bands of mean rewards
 FIELD = "rollout.buffer.buffer_filter"
 
 

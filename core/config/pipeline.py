@@ -11,7 +11,7 @@ from millrace.core.config.parts.restart import fixed
 from millrace.core.config.parts.section import Section
 from millrace.core.config.run import RUN_NAME
 
-EAGER_SHARE = 1 / 8  # of the batch, whose passes are made together
+EAGER_SHARE = 1 / 8  # share of the batch whose passes are made together
 
 OnUpdate = Literal["finish", "resend", "retract", "keep"]
 

@@ -24,7 +24,7 @@ class HeldOutSample(NamedTuple):
     """A row of a held-out set whose loss is asked for."""
 
     tokens: list[int]  # prompt and response
-    mask: list[int]  # of the response; 1: has a loss
+    mask: list[int]  # for each response token, 1 if it has a loss
 
 
 class ServerState(TypedDict):

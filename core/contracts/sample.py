@@ -51,7 +51,7 @@ class DrawnGroup:
     prompt_tokens: list[Int32]
     label: JsonText | None
     metadata: JsonText | None  # an object
-    level: Int32 | None = None  # of difficulty, of a source with levels
+    level: Int32 | None = None  # level of difficulty, for a source with levels
     unusable: str | None = None  # why the row cannot be used: it is dropped without being generated
     deferrals: Int32 | None = None  # how many times the group was deferred, in joined.parquet
 
@@ -65,7 +65,7 @@ class GeneratedSample:
     prompt_id: str
     iteration: Int32
     source: str
-    index: Int32  # of the sample within its group
+    index: Int32  # number of the sample within its group
     prompt: JsonText
     label: JsonText | None
     metadata: JsonText | None
@@ -127,7 +127,7 @@ class JudgedSample:
     train_step: int | None  # weight version that the sample's step makes, in the first pass; None unless kept
     group_reward: float | None = None  # mean reward of the group's scored rollouts
     group_reward_std: float | None = None  # standard deviation of these; None without a buffer
-    reused_from: Int32 | None = None  # of a reused sample: the iteration that generated it
+    reused_from: Int32 | None = None  # for a reused sample: the iteration that generated it
     reused_ordinal: Int32 | None = None  # the ordinal of its group in that iteration
     dropped_by: str | None = None  # a filter, or what the sample lacks; None unless dropped
 
@@ -144,9 +144,9 @@ class BatchSample(GeneratedSample):
     advantage: float | None  # None if the trainer computes it token by token
     train_step: int
     teacher_logprobs: list[Float32] | None = None  # per response token; None without a served teacher
-    reused_from: Int32 | None = None  # of a reused sample: the iteration that generated it
+    reused_from: Int32 | None = None  # for a reused sample: the iteration that generated it
     uses: Int32 | None = None  # times that the reused sample has been trained, this time included
-    teacher_top_tokens: list[Int32] | None = None  # of a served teacher, as ScoredSample has them
+    teacher_top_tokens: list[Int32] | None = None  # of a served teacher, as in ScoredSample
     teacher_top_logprobs: list[Float32] | None = None
     reward_texts: Texts | None = None  # and as its reward's texts
     answer: str | None = None
@@ -157,7 +157,7 @@ class SampleLogprobs:
     """The trainer's log-probabilities of a trained sample: a row of logprobs/, with trainer.store_logprobs."""
 
     sample_id: str
-    train_step: int  # of its row in batch.parquet
+    train_step: int  # step of its row in batch.parquet
     trainer_logprobs: Float32s  # per response token, in the loss or not; of the weights before the iteration
 
 
@@ -176,9 +176,9 @@ class EvaluatedSample:
     reward: float | None
     scoring: Scoring
     version: int  # weight version that generated it
-    subset: str | None  # of its row, as evaluation.sets[].subset_key names it
+    subset: str | None  # subset of its row, from evaluation.sets[].subset_key
     reason: str | None  # why it was not scored
-    loss: float | None = None  # of a row of supervised training: mean over its tokens that have one, nats
+    loss: float | None = None  # for supervised training: mean over its tokens with a loss, nats
     loss_tokens: Int32 | None = None  # number of these tokens
     reward_texts: Texts | None = None  # parts of the reward that are texts
     answer: str | None = None  # the answer that the reward found, in its normal form; empty: it found none

@@ -17,11 +17,9 @@ class StepRequest:
     batch_url: str
     # with an iteration's first step: what the difference of engine and trainer may be, on the samples of any of its steps
     guard: LogprobGuard | None = None
-    recorded: StepMetrics | None = (
-        None  # its figures if it was made before: it is made under the settings of that time
-    )
+    # its figures if it was made before: it is made under the settings of that time
+    recorded: StepMetrics | None = None
     batch_sha256: str | None = None  # in the record or manifest that committed the batch
     chunks: Sequence[int] | None = None  # rows of each chunk, if passes are made chunk by chunk
-    stores: bool = (
-        False  # with an iteration's first step: whether the trainer's log-probabilities are written
-    )
+    # with an iteration's first step: whether the trainer's log-probabilities are written
+    stores: bool = False

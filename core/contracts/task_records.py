@@ -246,7 +246,9 @@ class PublishRecord(TypedDict):
     driver: int | None  # token of the driver that committed it
     run: str | None  # id of the run that committed it
     manifest: str  # its hash
-    evaluated: NotRequired[EvaluatedMetrics]  # by the iteration, of the weights that it began with
+    evaluated: NotRequired[
+        EvaluatedMetrics
+    ]  # evaluation by the iteration, of the weights that it started with
 
 
 class IterationRecords(TypedDict, total=False):

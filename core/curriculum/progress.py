@@ -41,7 +41,7 @@ class Standing:
 
     mastery: Mapping[str, Mastery] = field(default_factory=dict)  # by source with levels
     stage: int = 0
-    iterations: int = 0  # of this stage
+    iterations: int = 0  # iterations of this stage so far
     recent: tuple[float, ...] = ()  # last scores of this stage, as many as its end depends on
 
 

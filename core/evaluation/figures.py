@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 # figures of supervised runs; of all other figures the highest is best
 LOWEST_IS_BEST = ("loss", "perplexity")
-Z_95 = 1.959963984540054  # of the standard normal distribution, two-sided
+Z_95 = 1.959963984540054  # quantile of the standard normal distribution, two-sided
 
 
 @dataclass(frozen=True)

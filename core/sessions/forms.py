@@ -74,7 +74,7 @@ class _Episode:
     def __init__(self, session: LiveSession, environment: Environment) -> None:
         self._session = session
         self._environment = environment
-        self._state: str | None = None  # of the newest recorded event
+        self._state: str | None = None  # state of the newest recorded event
 
     async def reset(self) -> Observation | Done | None:
         """Start the episode."""

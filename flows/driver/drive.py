@@ -180,9 +180,8 @@ async def _drive(
         )  # Prefect takes it as the end's state
     async with _leased(runtime, lease) as attempt:
         await asyncio.to_thread(commit_again, runtime.run_folder)
-        await open_run_record(
-            runtime, attempt, config, here.commit
-        )  # which may refuse: nothing of this start is in the iterations yet
+        # it may refuse this start, so it comes before any change of the iterations
+        await open_run_record(runtime, attempt, config, here.commit)
         first = await asyncio.to_thread(take_over, runtime.run_folder)
         try:
             begin_subflows(attempt)

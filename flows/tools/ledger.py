@@ -20,7 +20,7 @@ from millrace.flows.tools.listing import Listing
 from millrace.tasks.samples.account import open_account, stored_account
 
 COLUMNS = ("iteration", "samples", "generated", "carried", *FATES, "trained_again", "closes")
-PARTS = ("fate", "dropped_by", "version", "tokens")  # of one iteration
+PARTS = ("fate", "dropped_by", "version", "tokens")  # columns of one iteration's listing
 
 
 @dataclass(frozen=True)

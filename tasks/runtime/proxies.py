@@ -158,7 +158,7 @@ class TrainerProxy:
         return (await self._ranks.call(TrainerRank.load, url))[0]
 
     async def train(self, step: StepRequest) -> StepMetrics:
-        """Make a step; rank 0's figures. One that all ranks refuse can be tried again."""
+        """Make a step; returns rank 0's metrics. A step that all ranks refuse can be tried again."""
         figures = await self._ranks.call_together(FAILED_ALONE_S, TrainerRank.train, step)
         return cast(StepMetrics, figures[0])
 

@@ -44,7 +44,7 @@ class Opening:
     seed: int
     chat: bool
     longest: int  # tokens of the whole dialogue, including the prompt
-    columns: RowColumns | None = None  # of the source
+    columns: RowColumns | None = None  # columns of the source
     options: ChatOptions = PLAIN
     sampling: Mapping[str, Any] = field(default_factory=dict)  # the row's own parameters
 
@@ -109,9 +109,9 @@ class SessionRollout:
         self.record = record
         self.tree = RolloutTree(opening.prompt_ids)
         self.said = {0: _Said(list(opening.messages))}
-        self.failure: str | None = None  # of an engine
+        self.failure: str | None = None  # reason of an engine's failure
         self.engine_id = ""
-        self.seconds = 0.0  # of generation
+        self.seconds = 0.0  # seconds of generation
         self._settings, self._sampling = settings, sampling
         self._dialogues, self._generator = dialogues, generator
         self._places, self._write = places, write

@@ -1,4 +1,4 @@
-"""What a source of prompts and a held-out set share: their files, their columns, and how a row becomes a prompt."""
+"""Common fields of sources and held-out sets: their files, their columns, and how a row becomes a prompt."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from millrace.core.contracts.rows.trained_messages import LossOn
 
 
 class PromptRows(Section):
-    """Rows with prompts, and which of their columns holds what."""
+    """Rows with prompts, and the meaning of their columns."""
 
     name: str = Field("default", pattern=NAME, description="Its name in metrics and lineage.")
-    path: str  # each says which it takes
+    path: str  # each subclass says which paths it accepts
     prompt_key: str = Field(
         "prompt",
         description="Column with the prompt: a string or a list of chat messages. Keys may be dotted: reward_model.ground_truth.",
@@ -50,7 +50,7 @@ class PromptRows(Section):
     )
     loss_on: LossOn = Field(
         "answer",
-        description="Supervised training: what has a loss. answer: the label. Otherwise `prompt_key` names whole dialogues; assistant: each message of the assistant; last_assistant: the last one. A message's `weight` (0, 1) or `train` (false, true) overrides this.",
+        description="Supervised training: which part has a loss. answer: the label. Otherwise `prompt_key` names whole dialogues; assistant: each message of the assistant; last_assistant: the last one. A message's `weight` (0, 1) or `train` (false, true) overrides this.",
     )
     reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
         None, description="Reward of its samples; null: the section `reward`."

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from millrace.core.config.parts.redaction import HIDDEN, is_reference, shown
 
 SECRET_FIELDS = ("engines.key", "algorithm.teacher_server.key")
-ROWS = 22  # of a screen of 24, one for the command and one for the prompt
+ROWS = 22  # a screen has 24 rows, one for the command and one for the prompt
 LONGEST_VALUE = 60
 
 

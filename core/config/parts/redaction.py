@@ -18,7 +18,7 @@ WORDS = (
     r"|cookies?|jwt|connection[_-]?string)"
 )
 VALUE = r"(?:\$\{(?:env|prefect):[\w-]+\}|[^&\s#,}'\"]|,(?=[^\s'\"]))+"
-SCHEME = r"(?:(?:Bearer|Basic|Token|Digest|ApiKey)\s{1,3})"  # of an Authorization header
+SCHEME = r"(?:(?:Bearer|Basic|Token|Digest|ApiKey)\s{1,3})"  # scheme of an Authorization header
 SECRET_NAME = re.compile(rf"^(?:.{{0,60}}[_.-])?{WORDS}$", re.IGNORECASE)
 OF_A_TOKENIZER = re.compile(
     r"(?:^|[_.-])(?:stop|eos|bos|pad|unk|sep|cls|mask|end|start|begin|first|last|next|special|image)[_-]token$",

@@ -7,7 +7,7 @@ from millrace.core.config.plan.memory import Part, saved_bytes
 from millrace.core.config.plan.numbers import Numbers
 from millrace.core.config.run_config import RunConfig
 
-BYTES_PER_TOKEN = 16  # of rollouts, batch and rewards together, compressed
+BYTES_PER_TOKEN = 16  # stored bytes of rollouts, batch and rewards together, compressed
 BYTES_PER_LOGPROB = 4
 
 

@@ -29,7 +29,7 @@ class Layout:
     gpus: int
     placement: str
     sync: str
-    rollout: str  # where samples are generated and scored
+    rollout: str  # how samples are generated and scored
 
 
 def layout_of(config: RunConfig, gpus: int) -> Layout:

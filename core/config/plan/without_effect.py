@@ -306,7 +306,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         "correct_from",
     ),
 )
-BY_ENGINE = {  # of engines.kind=auto: what the other kind of engine reads
+BY_ENGINE = {  # with engines.kind=auto, the fields that only the other kind of engine reads
     "embedded": "engines.gpus engines.sglang",
     "sglang": "engines.threads engines.max_running engines.max_total_tokens",
 }

@@ -101,7 +101,9 @@ class SourceFingerprint(BaseModel):
     sha256: str
     rows: int
     usable: int
-    usable_sha256: str  # of the usable rows' prompt ids, in order; of the first ones of a streamed source
+    usable_sha256: (
+        str  # hash of the usable rows' prompt ids, in order; of the first rows of a streamed source
+    )
     files: dict[str, str] = {}  # hash by name; not stored if the path names one file
     levels: dict[int, int] = {}  # rows by level; not stored for a source without levels
     streamed: bool = False  # whether rows are read when they are drawn, so that `usable` counts all of them

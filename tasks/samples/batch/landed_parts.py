@@ -14,7 +14,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.tasks.stream import Stream
 
-KEPT_BYTES = 128 << 20  # of decoded parts; further parts are read when they are needed
+KEPT_BYTES = 128 << 20  # bytes of decoded parts; further parts are read when they are needed
 
 
 class LandedParts:

@@ -15,7 +15,7 @@ Place = tuple[int, int]  # number of a source, row in it
 PIECE_TOKENS = 1 << 20  # tokens of a piece, unless one row has more
 PIECE_ROWS = 4096
 AT_ONCE = 8  # tables that are read at once
-KEPT_BYTES = 128 << 20  # of decoded tables
+KEPT_BYTES = 128 << 20  # bytes of decoded tables that stay in memory
 
 
 class RowSources:
