@@ -33,10 +33,7 @@ from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
 from millrace.tasks.samples.batch.eager_passes import pass_early
 from millrace.tasks.samples.joined_groups import receive_deferred
-from millrace.tasks.shards.attempts import RunShard
-from millrace.tasks.shards.early import begin_shards
-from millrace.tasks.shards.sharded import open_shards
-from millrace.tasks.shards.sharded_evaluation import open_evaluation
+from millrace.tasks.shards.driver import open_evaluation, open_shards
 from millrace.tasks.stored_rollouts import take_rollouts
 from millrace.tasks.stream import Stream
 from millrace.tasks.sync_weights import sync_weights
@@ -59,14 +56,11 @@ async def train(config: RunConfig) -> DriveResult:
 
 async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     """One pass of the eight tasks over iteration `index`; over stored rollouts, only from the filter on."""
-    if runtime.config.pipeline.rollouts_from:
-        await _pass_over_stored(runtime, index, slot)
-        return
-    async with begin_shards(runtime, index) as run_shard:
-        await _pass(runtime, index, slot, run_shard)
+    one_pass = _pass_over_stored if runtime.config.pipeline.rollouts_from else _pass
+    await one_pass(runtime, index, slot)
 
 
-async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: RunShard) -> None:
+async def _pass(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     await slot.may_work()
     if index == 0:
         await evaluate_untrained(runtime)
@@ -79,7 +73,7 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
     with only_first_error():
         async with asyncio.TaskGroup() as beside:  # ends before engines get other weights
             evaluated = beside.create_task(_evaluate_in_background(ctx, slot))
-            await _fill_batch(ctx, slot, run_shard, lambda: beside.create_task(hand_over(ctx, evaluated)))
+            await _fill_batch(ctx, slot, lambda: beside.create_task(hand_over(ctx, evaluated)))
             await slot.reach(Stage.GENERATED)
             await slot.may_train()
             if config.placement.colocate:  # engines sleep while the trainer works
@@ -126,13 +120,11 @@ async def _save_and_serve(ctx: IterationContext, slot: IterationSlot) -> None:
         await run_recorded(checkpoint, ctx)
 
 
-async def _fill_batch(
-    ctx: IterationContext, slot: IterationSlot, run_shard: RunShard, on_generated: Callable[[], object]
-) -> None:
+async def _fill_batch(ctx: IterationContext, slot: IterationSlot, on_generated: Callable[[], object]) -> None:
     """Generate, score and filter groups until the batch is fixed."""
     stream = ctx.open_stream()
     await take_back_failures(ctx)
-    async with open_shards(ctx, run_shard):
+    async with open_shards(ctx):
         with only_first_error():
             async with asyncio.TaskGroup() as streaming:
                 streaming.create_task(receive_deferred(ctx, slot.may_join))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
@@ -22,6 +21,7 @@ from millrace.core.contracts.task_records import (
     RewardRecord,
     RolloutRecord,
 )
+from millrace.core.contracts.topics import Evaluation
 from millrace.core.pipeline.sharding import WHOLE
 from millrace.core.staleness import VersionRange
 from millrace.tasks.samples.batch.landed_parts import LandedParts
@@ -48,16 +48,6 @@ class Sharded(Protocol):
     def counted(self, kind: Kind, listed: Sequence[str]) -> list[str]:
         """The listed parts that count: parts of a replaced shard do not."""
         ...
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation of the held-out sets at the weights of one version."""
-
-    index: int  # index of the iteration whose folder has its parts
-    done: int  # iterations trained
-    version: int
-    task: str  # the task that makes it
 
 
 class ShardedEvaluation(Protocol):

@@ -24,8 +24,9 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
+from millrace.core.contracts.topics import Evaluation
 from millrace.core.evaluation.figures import Answer, by_subset, figures
-from millrace.tasks.context import Evaluation, IterationContext
+from millrace.tasks.context import IterationContext
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.held_out import KIND, evaluation_budget, made_of, make_set, places, remove_prompts
 

@@ -21,7 +21,7 @@ from millrace.tasks.runtime.recovery import Recovery
 from millrace.tasks.runtime.scoring import Scoring
 from millrace.tasks.runtime.sessions import Sessions
 from millrace.tasks.runtime.tracking import Tracking
-from millrace.tasks.shards.keeper import BoardKeeper
+from millrace.tasks.shards.board import BoardKeeper
 
 
 class Runtime:

@@ -22,11 +22,12 @@ from millrace.core.contracts.progress import Count
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import DrawnGroup, EvaluatedSample, Scorable
+from millrace.core.contracts.topics import Evaluation
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import only_first_error
 from millrace.core.plain_text import json_text
 from millrace.core.staleness import VersionRange
-from millrace.tasks.context import Evaluation, IterationContext
+from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.samples.failures import FailureBudget

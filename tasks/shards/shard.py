@@ -1,7 +1,8 @@
 """rollout_shard, reward_shard, evaluate_shard: one shard's share of a task, as a Ray task near its engines.
 
 Runs in a worker process of Ray's, which keeps what it has built for the next iteration. Writes parts under the driver's lease; what
-it knows of the others it has from the board. Holds no state that storage does not have.
+it knows of the others it has from the board: a Stream that follows the driver's, and the engines that the driver makes ready. Holds
+no state that storage does not have.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, get_args
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from itertools import count
+from typing import get_args
 
 import pyarrow as pa
 import ray
@@ -21,7 +24,9 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace.connectors.ray import actors
 from millrace.connectors.ray.cluster import node_address
-from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.dispatcher import Dispatcher, EngineAddress
+from millrace.connectors.sglang.dispatching.least_load import until_changed
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.lease import PassedLease
 from millrace.connectors.storage.local import keep_private
@@ -30,35 +35,51 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.contracts.sample import EvaluatedSample
-from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
-from millrace.core.errors import only_first_error
+from millrace.core.contracts.task_records import FileRecord, RewardRecord, RolloutRecord
+from millrace.core.contracts.topics import Evaluation
+from millrace.core.errors import EngineError, EngineLostError, EngineStalledError, only_first_error
 from millrace.core.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.core.hooks import search_in
 from millrace.core.plain_text import take_any_text
 from millrace.core.staleness import VersionRange
-from millrace.tasks.context import Evaluation, IterationContext
+from millrace.tasks.context import IterationContext
 from millrace.tasks.reward import score_landing
 from millrace.tasks.rollout import generate
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.held_out import KIND, make_share
 from millrace.tasks.samples.joined_groups import deferred_to
-from millrace.tasks.shards.board import Board, Facts, Failed, Seat, ShardCall, ShardReplacedError
-from millrace.tasks.shards.keeper import BOARD
-from millrace.tasks.shards.mirror import LOOK_S, Link, MirroredStream
-from millrace.tasks.stream import NOTHING, Kind
+from millrace.tasks.shards.board import (
+    BOARD,
+    CALL_S,
+    Attempt,
+    Board,
+    EngineReply,
+    EngineRequest,
+    Engines,
+    Facts,
+    Failure,
+    Idle,
+    Link,
+    LostEngine,
+    Part,
+    ShardCall,
+    ShardReplacedError,
+    State,
+)
+from millrace.tasks.stream import NOTHING, Kind, Stream
 
 TIDY_AFTER_S = 0.1  # for Ray to send the record
 
 
 @task(name="rollout_shard", cache_policy=NO_CACHE)
-async def rollout_shard(call: ShardCall | Seat) -> RolloutRecord:
+async def rollout_shard(call: ShardCall) -> RolloutRecord:
     """Generate a share of the iteration's groups until the filter has settled; the record names no parts."""
     async with _context(call) as ctx:
         return await make_rollouts(ctx)
 
 
 @task(name="reward_shard", cache_policy=NO_CACHE)
-async def reward_shard(call: ShardCall | Seat) -> RewardRecord:
+async def reward_shard(call: ShardCall) -> RewardRecord:
     """Score the samples of a share of the groups until the filter has settled; the record names no parts."""
     async with _context(call) as ctx:
         return await make_rewards(ctx)
@@ -98,15 +119,15 @@ async def make_evaluation(ctx: ShardContext) -> None:
 class ShardContext(IterationContext):
     """An iteration as one shard sees it."""
 
-    def __init__(self, runtime: Runtime, call: ShardCall, stream: MirroredStream, address: str) -> None:
+    def __init__(self, runtime: Runtime, call: ShardCall, stream: ShardStream, address: str) -> None:
         """address: of this node."""
         super().__init__(runtime.config, call.topic.index, runtime, stream)
         self.in_shard = True
-        self.folder.attempt = call.writer.attempt
+        self.folder.attempt = call.attempt.number
         self.topic, self.share = call.topic, call.share
         self._versions = call.versions
-        self._mirror, self._address = stream, address
-        self._failures: list[Failed] = []
+        self._followed, self._address = stream, address
+        self._failures: list[Failure] = []
 
     @property
     def versions(self) -> VersionRange:
@@ -114,17 +135,17 @@ class ShardContext(IterationContext):
         return self._versions
 
     def own_groups(self) -> frozenset[str]:
-        """The groups of its share, of those that were deferred to the iteration too."""
+        """The groups of its share, with the groups that were deferred to the iteration."""
         table = self.folder.read_table("prompts.parquet", "prompts", columns=["group_id", "ordinal"])
         places = {row["group_id"]: row["ordinal"] for row in table.to_pylist()}
-        joined = self._mirror.joined or NOTHING
+        joined = self._followed.joined or NOTHING
         places |= {group.group_id: group.ordinal for group in joined.groups}
         return frozenset(group_id for group_id, ordinal in places.items() if self.share.holds(ordinal))
 
     async def receive_deferred(self) -> None:
         """Have the shard's work know what was deferred to the iteration, once the driver does."""
-        groups = await self._mirror.until_deferral_known()
-        await self._mirror.join(await asyncio.to_thread(deferred_to, self) if groups else NOTHING)
+        groups = await self._followed.until_deferral_known()
+        await self._followed.join(await asyncio.to_thread(deferred_to, self) if groups else NOTHING)
 
     def start_parts(self, folder: str) -> None:
         """The driver has the list of all parts."""
@@ -139,31 +160,167 @@ class ShardContext(IterationContext):
 
     def listed_parts(self, folder: str) -> list[str]:
         """Paths of these parts."""
-        return self._mirror.parts(next(kind for kind in get_args(Kind) if kind == folder))
+        return self._followed.parts(next(kind for kind in get_args(Kind) if kind == folder))
 
     async def announce(self, kind: Kind, entry: FileEntry) -> None:
         """Let the driver know of a part, and of the samples that failed until now."""
         failures, self._failures = self._failures, []
-        await self._mirror.tell_failed(failures)
-        await self._mirror.tell_landed(kind, entry.record())
+        await self._followed.tell_landed(kind, entry.record(), failures)
 
     def note_failure(self, budget: str, reason: str, sample: str) -> None:
         """Tell the driver with the next part. sample: also a turn of it."""
-        self._failures.append(Failed(budget, reason, rollout_of(sample)))
+        self._failures.append(Failure(budget, reason, rollout_of(sample)))
 
     async def engines_at(self, versions: VersionRange) -> Dispatcher:
-        """The engines that the driver makes ready, those of this node first."""
-        return await self._mirror.engines.dispatcher(self.config, versions, self._address)
+        """The engines that the driver makes ready, this node's first."""
+        return await self._followed.engines.dispatcher(self.config, versions, self._address)
+
+
+class ShardStream(Stream):
+    """The driver's Stream as a shard sees it. It has the parts that the driver listed, and the parts of shards with this number."""
+
+    def __init__(self, link: Link, attempt: Attempt) -> None:
+        super().__init__(released=0, joined=None)
+        self.engines = ShardEngines(link, attempt)
+        self._deferred: int | None = None
+        self._link, self._attempt = link, attempt
+        self._taken = 0  # revision up to which the state was taken over
+
+    async def follow(self) -> None:
+        """Take over what the driver tells; runs until cancelled, or this attempt counts no more."""
+        while True:
+            await self.catch_up(CALL_S)
+
+    async def catch_up(self, timeout_s: float = 0.0) -> None:
+        """Take over what was told so far; waits so long for something."""
+        new = await self._link.call(Board.wait, self._taken, timeout_s, self._attempt)
+        self._taken = new.revision
+        for part in new.parts:
+            if part.shard in (None, self._attempt.shard):
+                await self.land(part.kind, part.path)
+        if new.deferred is not None:
+            self._deferred = new.deferred
+            await self._notify()
+        await self.release(new.released)
+        if new.settled:
+            await self.settle()
+        await self.engines.take(new.engines)
+
+    async def until_deferral_known(self) -> int:
+        """How many groups the iteration before deferred, once that is known."""
+        await self._until(lambda: self._deferred is not None, "what the iteration before defers")
+        assert self._deferred is not None
+        return self._deferred
+
+    async def tell_landed(self, kind: Kind, file: FileRecord, failures: Sequence[Failure] = ()) -> None:
+        """Announce a part that this shard wrote, to the driver and here, and samples that failed until now."""
+        part = Part(kind, file["path"], self._attempt.shard, file)
+        update = State(parts=(part,), failures=tuple(failures))
+        await self._link.call(Board.tell, update, self._attempt)
+        await self.land(kind, file["path"])
+
+
+class ShardEngines:
+    """The engines that the driver makes ready. It alone starts, checks and replaces them, and is told which lost a request."""
+
+    def __init__(self, link: Link, attempt: Attempt) -> None:
+        self._link, self._attempt = link, attempt
+        self._known = Engines()
+        self._clients: dict[str, EngineClient] = {}  # by URL
+        self._suspect: set[str] = set()  # URLs
+        self._lost: list[LostEngine] = []
+        self._changes = 0  # of any of these
+        self._numbers = count(1)
+        self._replies: dict[int, EngineReply] = {}
+        self._changed = asyncio.Condition()
+
+    async def dispatcher(self, config: RunConfig, versions: VersionRange, address: str) -> Dispatcher:
+        """A dispatcher over the engines at one of these versions; the engines at this address first, the shard's node."""
+
+        async def recover(_: int) -> None:
+            await self._ask()
+
+        await self._ask()
+        return Dispatcher(
+            until_changed(lambda: self._changes, partial(self._near, address)),
+            recover,
+            self._mark_suspect,
+            version=versions.newest,
+            oldest=versions.oldest,
+            newest=versions.newest,
+            keyed=False,
+            attempts=config.rollout.attempts,
+            progress_timeout_s=config.rollout.progress_timeout_s,
+        )
+
+    async def take(self, engines: Engines) -> None:
+        """Take over what the driver says, unless it is known. What engines end while they are given weights goes on after it."""
+        if engines.number <= self._known.number:
+            return
+        before, self._known = self._known, engines
+        old = self._clients
+        for client in old.values():
+            if engines.updates > before.updates:
+                client.note_refit()
+            client.refits_amid_requests += engines.updates_amid - before.updates_amid
+        self._clients = {each.url: _client(each, old.get(each.url)) for each in engines.serving}
+        replies = {each.number: each for each in engines.replies if each.attempt == self._attempt}
+        if len(replies) > len(self._replies):
+            self._suspect.clear()
+        self._replies = replies
+        self._changes += 1
+        kept = self._clients.values()
+        await asyncio.gather(*(client.close() for client in old.values() if client not in kept))
+        if engines.updating:
+            idle = Idle(self._attempt, engines.updates)
+            await self._link.call(Board.tell, State(idle=(idle,)), self._attempt)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+    async def _ask(self) -> None:
+        """Have the driver make engines ready. Raises EngineError if it cannot."""
+        number, lost, self._lost = next(self._numbers), tuple(self._lost), []
+        request = EngineRequest(self._attempt, number, lost)
+        await self._link.call(Board.tell, State(requests=(request,)), self._attempt)
+        async with self._changed:
+            await self._changed.wait_for(lambda: number in self._replies)
+        reason = self._replies[number].reason
+        if reason is not None:
+            raise EngineError(reason)
+
+    def _near(self, address: str) -> list[EngineClient]:
+        if self._known.updating:
+            return []
+        serving = {url: client for url, client in self._clients.items() if url not in self._suspect}
+        near = [client for url, client in serving.items() if f"//{address}:" in url]
+        return near or list(serving.values())
+
+    def _mark_suspect(self, client: EngineClient, error: EngineLostError) -> None:
+        if client.url not in self._suspect:
+            self._suspect.add(client.url)
+            self._changes += 1
+            stalled = isinstance(error, EngineStalledError)
+            self._lost.append(LostEngine(client.engine_id, client.url, str(error), stalled))
+
+
+def _client(engine: EngineAddress, held: EngineClient | None) -> EngineClient:
+    """A client of the engine: the held one, if it has the same key."""
+    if held and held.key == engine.key:
+        return held
+    return EngineClient(engine.url, engine.engine_id, engine.key)
 
 
 @contextlib.asynccontextmanager
-async def _context(asked: ShardCall | Seat) -> AsyncIterator[ShardContext]:
-    """The shard's context in a worker process of Ray's. At a seat, once there is a call for it."""
-    board = actors.find(BOARD, 0, Board, limit=asked.limit)
+async def _context(call: ShardCall) -> AsyncIterator[ShardContext]:
+    """The shard's context in a worker process of Ray's."""
+    board = actors.find(BOARD, 0, Board, limit=call.limit)
     if board is None:
         raise ShardReplacedError("the board of the run is gone")
-    runtime = await _runtime(board, asked.token)
-    call = await called_to(board, asked) if isinstance(asked, Seat) else asked
+    runtime = await _runtime(board, call.token)
     try:
         async with shard_context(call, board, runtime, node_address()) as ctx:
             yield ctx
@@ -173,37 +330,23 @@ async def _context(asked: ShardCall | Seat) -> AsyncIterator[ShardContext]:
         threading.Timer(TIDY_AFTER_S, gc.collect).start()
 
 
-async def called_to(board: actors.Actor[Board], seat: Seat) -> ShardCall:
-    """Wait at a seat for its call. Raises ShardReplacedError where there will be none."""
-    while True:
-        call = await board.call(Board.called, seat, LOOK_S)
-        if call is not None:
-            return call
-
-
 @contextlib.asynccontextmanager
 async def shard_context(
     call: ShardCall, board: actors.Actor[Board], runtime: Runtime, address: str
 ) -> AsyncIterator[ShardContext]:
     """The shard's context; within, it follows the board. Left with an error once this attempt counts no more."""
-    stream = MirroredStream(Link(board, call.token, call.topic, call.writer))
+    stream = ShardStream(Link(board, call.token, call.topic), call.attempt)
     try:
         await stream.catch_up()
         ctx = await asyncio.to_thread(ShardContext, runtime, call, stream, address)
         with only_first_error():
-            async with _beside(stream.follow(), ctx.receive_deferred()):
+            async with asyncio.TaskGroup() as group:
+                beside = [group.create_task(work) for work in (stream.follow(), ctx.receive_deferred())]
                 yield ctx
+                for work in beside:
+                    work.cancel()
     finally:
         await stream.engines.close()
-
-
-@contextlib.asynccontextmanager
-async def _beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(work) for work in works]
-        yield
-        for task in running:
-            task.cancel()
 
 
 _kept: tuple[int, str, Runtime] | None = None  # of the driver with this token, by the run's id

@@ -284,7 +284,7 @@ READ_ENTRIES = {
     "tasks/context.py": "train, of an open iteration",
     "tasks/publish.py": "train, of an open iteration",
     "tasks/run_recorded.py": "train, of an open iteration",
-    "tasks/shards/sharded_evaluation.py": "train, of an open iteration",
+    "tasks/shards/driver.py": "train, of an open iteration",
 }
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.soak import victims
-from tests.support.flow_runs import PATIENCE_S, Workplace, generated, wait_until
+from tests.support.flow_runs import Workplace, generated
 from tests.support.shard_runs import IN_SHARDS, Held, assert_like, evaluated
 
 MANY = {
@@ -30,46 +27,9 @@ SEVERAL_PARTS = (
 def test_a_run_in_shards_trains_the_same_samples_to_the_same_weights(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
-    with _shards_wait(workplace, tmp_path) as process:
-        pass
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out = workplace.train(tmp_path, *IN_SHARDS)
     assert "3 iterations complete, 3 of them now" in out
-    run = tmp_path / "runs" / "a"
-    assert_like(run, whole)
-    # those of the second iteration began before it: the third comes after an evaluation
-    parent = json.loads((run / "run.json").read_text())["attempts"][-1]["flow_run_id"]
-    began = {number: _began(workplace, parent, number) for number in (2, 3)}
-    assert max(began[2][:2]) < began[2][2], began
-    assert min(began[3][:2]) > began[3][2], began
-
-
-@contextlib.contextmanager
-def _shards_wait(workplace: Workplace, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Within, the first iteration of a run is held before its manifest, and the shards of the second have begun."""
-    held, home = folder / "held", Path(workplace.environment["MILLRACE_HOME"])
-    stop = {"MILLRACE_KILL_POINT": "0/publish/in", "MILLRACE_KILL_POINT_FILE": str(held)}
-    process = workplace.start("train", "run.yaml", f"storage.root={folder / 'runs'}", *IN_SHARDS, **stop)
-    wait_until(lambda: held.exists() or process.poll() is not None)
-    wait_until(lambda: len(victims.processes("shard", process.pid, home)) == 4)  # two of each kind of work
-    yield process
-    held.unlink()
-
-
-def _began(workplace: Workplace, parent: str, number: int) -> list[str]:
-    """When the first shard of each kind and the draw of an iteration began, as Prefect's server has it some time after."""
-    found: list[dict[str, str]] = []
-
-    def are_there() -> bool:
-        run = {"parent_flow_run_id": {"any_": [parent]}, "name": {"any_": [f"a, iteration {number}"]}}
-        rows = workplace.ask("/task_runs/filter", {"flow_runs": run})
-        began = sorted(
-            (row["start_time"], row["name"].rpartition("-")[0]) for row in rows if row["start_time"]
-        )
-        found[:] = [{name: at for at, name in reversed(began)}]
-        return {"rollout_shard", "reward_shard", "sample_prompts"} <= found[0].keys()
-
-    wait_until(are_there, pause_s=0.2)
-    return [found[0][name] for name in ("rollout_shard", "reward_shard", "sample_prompts")]
+    assert_like(tmp_path / "a", whole)
 
 
 @pytest.mark.slow
@@ -83,20 +43,6 @@ def test_a_shard_that_is_killed_is_started_again_and_makes_the_rest(
     assert f"of {task}: its process died" in out
     assert "3 iterations complete, 3 of them now" in out
     assert_like(run.root / "a", whole)
-
-
-@pytest.mark.slow
-def test_shards_that_are_killed_while_they_wait_for_their_iteration_are_started_again(
-    workplace: Workplace, whole: Path, tmp_path: Path
-) -> None:
-    with _shards_wait(workplace, tmp_path) as process:
-        home = Path(workplace.environment["MILLRACE_HOME"])
-        assert len(victims.kill("shard", process.pid, home)) == 4
-    out, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, out
-    assert out.count("its process died") == 4, out
-    assert "3 iterations complete, 3 of them now" in out
-    assert_like(tmp_path / "runs" / "a", whole)
 
 
 @pytest.mark.slow

@@ -123,11 +123,11 @@ def test_where_a_node_cannot_reach_the_prefect_server_the_driver_generates_or_sa
     alive = sum(node.alive for node in spread.nodes.nodes)
     once = ("run.iterations=1", "trainer.world_size=1", f"engines.count={2 * alive - 1}")
     out = ended(spread.start(*once, "placement.task_runner=ray"), 2)
-    assert "placement.task_runner = ray: Prefect cannot begin a shard on node" in out
+    assert "placement.task_runner = ray: Prefect cannot start a shard on node" in out
     assert "Failed to reach API" in out or "Prefect's server did not answer there for 60 s" in out
     assert "set PREFECT_API_URL" in out
     out = ended(spread.start(*once), 0)
-    assert "this process does the work of shards, since Prefect cannot begin one on node" in out
+    assert "this process does the work of shards, since Prefect cannot start one on node" in out
     assert "1 iterations complete" in out
     third.kill()
 

@@ -193,25 +193,19 @@ ROWS = {
     "tasks/sessions/runner.py": {"async with self._rollouts": SESSION},
     "tasks/sessions/session_rollout.py": {"self._places.acquire": SESSION},
     "tasks/shards/board.py": {
-        "self._changed.wait": "the timeout that is asked for: LOOK_S",
+        "self._changed.wait": "the timeout that is asked for: CALL_S",
+        "self._cluster.join": INSIDE,
         "with self._changed": HELD,
     },
-    "tasks/shards/conversation.py": {
-        "async with self.senders.ready": HELD,
+    "tasks/shards/attempts.py": {
+        "async with self._settling": HELD,
         "async with self._moved": HELD,
-        "asyncio.shield(self._failure)": "it watches for the failure of what has deadlines, and ends with the shards",
-        "self._asked.wait": BACKGROUND,
-        "self._moved.wait_for": "notices that the board has already: each call that reads them has a deadline",
+        "asyncio.shield(self._working)": "it watches for the failure of what has deadlines, and ends with the shards",
+        "self._moved.wait_for": "what shards have told already, or a shard that is to say that it is idle: Ray says when it dies",
+        "self._wanted.wait": BACKGROUND,
         "stream.wait": BACKGROUND,
     },
-    "tasks/shards/early.py": {"asyncio.shield(self._beginning)": INSIDE, "await running": SHARD},
-    "tasks/shards/senders.py": {
-        "async with self._changed": HELD,
-        "async with self.ready": HELD,
-        "self._changed.wait_for": SHARD,
-    },
-    "tasks/shards/keeper.py": {"self._cluster.join": INSIDE},
-    "tasks/shards/mirror.py": {
+    "tasks/shards/shard.py": {
         "async with self._changed": HELD,
         "self._changed.wait_for": "the driver's answer: engines are made ready there with limits of their own",
     },

@@ -96,7 +96,7 @@ ROWS: dict[str, Row] = {
     **_branch("core/buffer/choice.py", *_under("rollout.buffer.buffer_filter", FUNCTION)),
     **_branch("tasks/sample_prompts.py", *_under("rollout.buffer", "share max_age max_uses")),
     **_any_start("tasks/samples/generation.py", "rollout.max_concurrency"),
-    **_any_start("tasks/shards/sharded.py", "rollout.shards"),
+    **_any_start("tasks/shards/attempts.py", "rollout.shards"),
     **_any_start("core/pipeline/sharding.py", "placement.task_runner"),
     **_any_start("tasks/rollout.py", *_under("rollout", "part_groups max_failed_share")),
     **_any_start("tasks/samples/answers.py", "rollout.flush_tokens"),

@@ -26,8 +26,8 @@ from millrace.core.errors import ActorLostError, EngineLostError
 from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.shards.board import Board, Facts, ShardCall
-from millrace.tasks.shards.keeper import BoardKeeper
+from millrace.tasks.shards.board import Board, BoardKeeper, Facts, ShardCall
+from millrace.tasks.shards.driver import ShardedIteration
 from millrace.tasks.shards.shard import (
     ShardContext,
     make_evaluation,
@@ -35,7 +35,6 @@ from millrace.tasks.shards.shard import (
     make_rollouts,
     shard_context,
 )
-from millrace.tasks.shards.sharded import ShardedIteration
 from millrace.tasks.stream import NOTHING, Joined, Stream
 from tests.support.local_board import LocalBoard
 from tests.support.stored_samples import drawn_group
@@ -217,7 +216,7 @@ class Place:
         return Counter(rows.column("sample_id").to_pylist())
 
     async def run_shard(self, task: Task[[Any], Any], call: ShardCall, _node: str | None) -> Any:
-        number = call.writer.shard
+        number = call.attempt.shard
         self.starts[number] += 1
         self.running[number] = asyncio.create_task(self._work(task.name, call))
         if self.dies(call):

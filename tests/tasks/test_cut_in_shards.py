@@ -17,7 +17,7 @@ from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.ids import sample_id
 from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.joined_groups import UNFINISHED, join
-from millrace.tasks.shards.sharded import ShardedIteration
+from millrace.tasks.shards.driver import ShardedIteration
 from tests.support.shards_here import GROUPS, INDEX, PARTIAL, SAMPLES, Engine, Place, rows, until
 
 FINISH = {"select": "finish", "reserve": 0.5, "max_staleness": 1}

@@ -18,7 +18,8 @@ from millrace.tasks.data.prompt_dataset import PromptSet
 from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.evaluate import evaluate_before
 from millrace.tasks.samples.held_out import PROMPTS
-from millrace.tasks.shards.sharded_evaluation import ShardedEvaluation
+from millrace.tasks.shards.board import Attempt
+from millrace.tasks.shards.driver import ShardedEvaluation
 from tests.support.shards_here import VERSION, Engine, Place, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -101,7 +102,7 @@ async def test_a_shard_that_dies_is_started_again_and_makes_what_no_part_holds(
     place = place_of(make_shards)
     for engine in engines[0]:
         engine.hold, engine.holds = asyncio.Event(), lambda rid: rid.endswith("-3")
-    place.dies = lambda call: call.writer == type(call.writer)("evaluate", 0, 1)
+    place.dies = lambda call: call.attempt == Attempt("evaluate", 0, 1)
     ctx = in_shards(place)
     working = asyncio.create_task(evaluate_before.fn(ctx))
     await until(lambda: place.starts[0] == 2 or working.done())

@@ -19,7 +19,7 @@ from millrace.core.contracts.ids import sample_id
 from millrace.core.errors import ActorLostError, BudgetError, EngineError
 from millrace.core.staleness import Ahead, VersionRange
 from millrace.tasks.shards.board import ShardCall, ShardReplacedError
-from millrace.tasks.shards.sharded import ShardedIteration
+from millrace.tasks.shards.driver import ShardedIteration
 from tests.support.local_board import LocalBoard
 from tests.support.shards_here import GROUPS, SAMPLES, VERSION, Engine, Place, rows, until
 from tests.support.stored_samples import drawn_group, sample_of
@@ -68,7 +68,7 @@ async def test_a_shard_that_dies_is_started_again_and_finds_its_parts(
     place = make_shards()
     for engine in engines[0]:
         engine.hold = asyncio.Event()
-    place.dies = lambda call: call.writer.shard == 0 and place.starts[0] == 1
+    place.dies = lambda call: call.attempt.shard == 0 and place.starts[0] == 1
     working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
     await until(lambda: place.starts[0] == 2)
     for engine in engines[0]:
@@ -87,8 +87,8 @@ async def test_a_part_of_a_dead_shard_that_shows_after_its_samples_were_made_aga
         engine.hold = asyncio.Event()
 
     def dies(call: ShardCall) -> bool:
-        first.append(call.writer.attempt)
-        return call.writer.shard == 0 and place.starts[0] == 1
+        first.append(call.attempt.number)
+        return call.attempt.shard == 0 and place.starts[0] == 1
 
     place.dies = dies
     working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
@@ -207,11 +207,11 @@ async def test_a_shard_that_starts_late_counts_for_no_board_that_was_made_since(
     again.shards = ShardedIteration(again, noted)
     working = asyncio.create_task(again.shards.rollout())
     await until(lambda: len(calls) == 4)
-    with pytest.raises(ShardReplacedError, match="started again"):
+    with pytest.raises(ShardReplacedError, match="does not wait for this attempt"):
         await place._work("rollout_shard", calls[0])
     assert again.stream is not None
     await again.stream.settle()
     await working
     await again.shards.close()
     assert place.stored() == Counter(EVERY)
-    assert len({call.writer.attempt for call in calls}) == 4
+    assert len({call.attempt.number for call in calls}) == 4

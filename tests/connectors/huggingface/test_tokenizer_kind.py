@@ -21,7 +21,7 @@ from millrace.connectors.huggingface.tokenizer_kind import remember_kind, rememb
 from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN
 from millrace.core.errors import ConfigError
-from millrace.tasks.shards.keeper import IMPORTS
+from millrace.tasks.shards.board import IMPORTS
 
 KIND = "transformers.models.gpt2.tokenization_gpt2:GPT2Tokenizer"
 TEXT = "Héllo, <|end|> 12 + 3 =\n  ok"

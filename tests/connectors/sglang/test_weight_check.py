@@ -19,7 +19,7 @@ from millrace.core.errors import LASTING, WeightsDifferError
 from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import _sync_metrics
-from millrace.tasks.shards.keeper import BoardKeeper
+from millrace.tasks.shards.board import BoardKeeper
 from millrace.tasks.sync_weights import sync_weights
 from tests.support.engine_process import CLOSE, reference_logprobs
 from tests.support.fleets import MakeFleet, serving

@@ -311,7 +311,7 @@ ROWS = {
     "tasks/samples/batch/credited.py": "a scored sample without a row is an error",
     "tasks/samples/judging.py": OWN,
     "tasks/shards/attempts.py": REPORTED,
-    "tasks/shards/sharded.py": REPORTED,
+    "tasks/shards/driver.py": REPORTED,
     "tasks/stored_rollouts.py": OWN,
     "tasks/train_step.py": "a file that nothing names stays",
 }
