@@ -189,7 +189,7 @@ def _finite(value: Any, name: str, path: str) -> float:
         # several values, such as an array or tensor
     ) as error:
         raise TypeError(
-            f"{path} returned {name} of type {type(value).__name__}, which is not one number: {error}"
+            f"{path} returned {name} of type {type(value).__name__}, which is no one number: {error}"
         ) from error
     if not math.isfinite(number):
         raise ValueError(f"{path} returned {name} = {number}; a reward is a finite number")
