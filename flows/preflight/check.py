@@ -22,7 +22,7 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.references import references
 from millrace.core.errors import StorageError
 from millrace.core.hooks import search_in
-from millrace.flows.preflight.check_data import Rows, check_rows, sources
+from millrace.flows.preflight.check_data import check_rows, sources
 from millrace.flows.preflight.check_ends import check_stops
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough
 from millrace.flows.preflight.check_machine import (
@@ -38,6 +38,7 @@ from millrace.flows.preflight.check_reward import RewardAnswers, check_majority,
 from millrace.flows.preflight.check_run import StoredRun, check_run
 from millrace.flows.preflight.check_session import check_named_rollouts, check_session
 from millrace.flows.preflight.check_versions import check_versions, installed, needs
+from millrace.flows.preflight.first_rows import FirstRows
 
 PATIENCE_S = 5.0  # for a server that accepts connections and never answers
 DISK_PATIENCE_S = 60.0  # for a disk, which may be busy
@@ -51,8 +52,8 @@ class Checked:
 
     config: RunConfig
     problems: list[Problem]
-    data: list[Rows]
-    absent: list[Rows] = field(default_factory=list)  # sources that run.prepare will make
+    data: list[FirstRows]
+    absent: list[FirstRows] = field(default_factory=list)  # sources that run.prepare will make
     model: Checkpoint = field(default_factory=Checkpoint)
     run: StoredRun = field(default_factory=StoredRun)
     rewards: list[RewardAnswers] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Checked:
         return here.with_dtype(dtype) if dtype else here
 
     @property
-    def training(self) -> list[Rows]:
+    def training(self) -> list[FirstRows]:
         """The sources that are trained on, without the held-out sets."""
         return [rows for rows in self.data if rows.field.startswith("data.")]
 
@@ -129,7 +130,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     return found
 
 
-def _lacks_secret(rows: Rows, referred: Sequence[Problem]) -> bool:
+def _lacks_secret(rows: FirstRows, referred: Sequence[Problem]) -> bool:
     """Whether a function of rows refers to a missing secret."""
     missing = {problem.value for problem in referred}
     return rows.function is not None and any(

@@ -6,7 +6,7 @@ Imports no torch and no transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from millrace.connectors.huggingface.suffix import Message
 from millrace.connectors.huggingface.trained_turns import Piece, pieces
@@ -15,14 +15,12 @@ from millrace.core.contracts.rows.chat_options import chat_options
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, refuse
 from millrace.core.contracts.rows.trained_messages import for_template, trained_messages, with_system
 from millrace.flows.preflight.check_model import Checkpoint
-
-if TYPE_CHECKING:
-    from millrace.flows.preflight.check_data import Rows
+from millrace.flows.preflight.first_rows import FirstRows
 
 ROWS = 500  # number of rendered dialogues; each is rendered twice for each turn
 
 
-def check_dialogues(rows: Rows, model: Checkpoint) -> Iterator[Problem]:
+def check_dialogues(rows: FirstRows, model: Checkpoint) -> Iterator[Problem]:
     """Problems of the first dialogues; fills the rows' pieces and texts. A dialogue that cannot be trained is a refused row."""
     if model.template is None:
         if not model.has_template and model.shape:
@@ -70,7 +68,7 @@ def trained_tokens(cut: Sequence[Piece], tokenizer: Any) -> int:
     )
 
 
-def _pieces(rows: Rows, row: PromptRow, model: Checkpoint) -> list[Piece]:
+def _pieces(rows: FirstRows, row: PromptRow, model: Checkpoint) -> list[Piece]:
     source, template = rows.source, model.template
     assert template is not None, "it was asked for"
     assert not isinstance(row.prompt, str), "rows without messages are refused where they are read"

@@ -27,7 +27,8 @@ from millrace.core.rewards.selection import (
     select,
 )
 from millrace.core.rewards.trial import Trial, try_reward
-from millrace.flows.preflight.check_data import Rows, unknown_names
+from millrace.flows.preflight.check_data import unknown_names
+from millrace.flows.preflight.first_rows import FirstRows
 
 PATIENCE_S = 5.0  # for one answer; reward.timeout_s if that is shorter
 OURS = "millrace.core."
@@ -45,7 +46,7 @@ class RewardAnswers:
 
 
 def check_rewards(
-    config: RunConfig, data: Sequence[Rows], wrong: Sequence[str], answers: list[RewardAnswers]
+    config: RunConfig, data: Sequence[FirstRows], wrong: Sequence[str], answers: list[RewardAnswers]
 ) -> Iterator[Problem]:
     """Problems of rows with an unknown reward, and of calling each reward on the first row that it scores; fills `answers`.
 
@@ -75,7 +76,7 @@ def check_rewards(
 
 
 def check_majority(
-    config: RunConfig, data: Sequence[Rows], answers: Sequence[RewardAnswers]
+    config: RunConfig, data: Sequence[FirstRows], answers: Sequence[RewardAnswers]
 ) -> Iterator[Problem]:
     """A problem if the best checkpoint is chosen by the majority of a set whose reward returned no answer for any response.
 
@@ -106,7 +107,7 @@ def check_majority(
         )
 
 
-def _own(config: RunConfig, rows: Rows) -> Selected | None:
+def _own(config: RunConfig, rows: FirstRows) -> Selected | None:
     """The reward that a source or a held-out set sets."""
     sources, sets = own_rewards(config)
     return (sources if rows.field.startswith("data.") else sets).get(rows.source.name)

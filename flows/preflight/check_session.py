@@ -19,8 +19,9 @@ from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.errors import ConfigError
 from millrace.core.sessions.selection import UnknownRolloutError, rollout_function, rollout_functions
 from millrace.core.sessions.tools import LoadedTool
-from millrace.flows.preflight.check_data import Rows, unknown_names
+from millrace.flows.preflight.check_data import unknown_names
 from millrace.flows.preflight.check_model import Checkpoint
+from millrace.flows.preflight.first_rows import FirstRows
 
 SHOWN = 60
 
@@ -59,7 +60,7 @@ def check_session(
             yield from _leaves_history(model, follows, template_kwargs)
 
 
-def check_named_rollouts(session: Session, data: Sequence[Rows]) -> Iterator[Problem]:
+def check_named_rollouts(session: Session, data: Sequence[FirstRows]) -> Iterator[Problem]:
     """Rows that name no rollout."""
     for rows in data:
         unknown: list[tuple[PromptRow, str]] = []
