@@ -37,4 +37,7 @@ class Driver:
 
 def start(**task: Any) -> dict[str, Any]:
     """What a session begins with."""
-    return {"task": {"prompt": "1+1=", **task}, "messages": [], "seed": 7, "sampling": {}}
+    task = {"prompt": "1+1=", **task}
+    prompt = task["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {"task": task, "messages": messages, "seed": 7, "sampling": {}}
