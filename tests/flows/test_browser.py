@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +16,20 @@ import psutil
 import pytest
 from pydantic import BaseModel
 
+from millrace.connectors.mlflow.server import ensure_mlflow, stop_mlflow
+from millrace.connectors.mlflow.tracker import MlflowTracker
 from millrace.core.config import RunConfig
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.reading.load import load_config
+from millrace.tasks.pages.sample_groups import samples_text
+from tests.support import stored_run
 from tests.support.browser import open_browser
 from tests.support.deployed import Deployed, flow_process
 from tests.support.flow_runs import Workplace, final_weights, trained, wait_until
 
 pytestmark = pytest.mark.slow
 
+GRACE_MS = 5_000  # for what MLflow's pages still fetch: they ask their server all the time
 ITERATIONS = 40  # more than a run makes while a page is opened and a menu found
 
 
@@ -170,3 +180,129 @@ def test_the_form_of_a_recipe_is_filled_in_and_says_what_each_field_is(
     assert RunConfig.model_validate(run["parameters"]["config"]) == load_config(str(recipe))
     own_deployments.ask(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
     own_deployments.ask("/work_pools/local", {"is_paused": False}, "PATCH")
+
+
+HOST = "evil.example"
+HOSTILE = (
+    f"![x](http://{HOST}/a.png) <img src=http://{HOST}/c.png> <script src=http://{HOST}/d.js></script>\n"
+    f"```\n![z](http://{HOST}/e.png)\n<iframe src=http://{HOST}/f></iframe> [y](http://{HOST}/g)\n"
+)
+BROWSERS_OWN = r"(google|googleapis|gvt1|gstatic)\.com(:443|/|$)"  # what Chromium itself asks for
+FETCHED = ", ".join(
+    f"{element}[{attribute}*='{HOST}']"
+    for element in ("img", "script", "iframe", "video", "audio", "source", "embed", "object", "link")
+    for attribute in ("src", "srcset", "href", "data")
+)
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[tuple[int, list[str]]]:
+    """A server in the place of every address outside: its port, and what it was asked for."""
+    asked: list[str] = []
+
+    class Refuses(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            asked.append(self.path)
+            self.send_error(502)
+
+        do_GET = do_HEAD = do_POST = do_OPTIONS = do_CONNECT = _answer
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_port, asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def pages_of_a_run(workplace: Workplace, samples: str) -> list[tuple[str, str]]:
+    """Pages of a flow run whose log, state and samples have what a model wrote, and a text that each shows."""
+    flow = workplace.ask("/flows/", {"name": "hostile"})["id"]
+    state = {"type": "FAILED", "name": "Failed", "message": HOSTILE}
+    run = workplace.ask("/flow_runs/", {"flow_id": flow, "name": "hostile-run", "state": state})["id"]
+    made = {"key": "samples", "type": "markdown", "data": samples, "description": "x", "flow_run_id": run}
+    artifact = workplace.ask("/artifacts/", made)["id"]
+    line = {"name": "millrace", "level": 20, "message": HOSTILE, "flow_run_id": run}
+    workplace.ask("/logs/", [{**line, "timestamp": datetime.now(UTC).isoformat()}])
+    address = workplace.api.removesuffix("/api")
+    return [
+        (f"{address}{which}{path}", text)
+        for which in ("", "/v2")
+        for path, text in (
+            ("/dashboard", "Flow Runs"),
+            ("/runs", "hostile-run"),
+            (f"/runs/flow-run/{run}?tab=Logs", HOST),
+            (f"/runs/flow-run/{run}?tab=Details", "hostile-run"),
+            (f"/runs/flow-run/{run}?tab=Artifacts", "hostile-run"),
+            (f"/artifacts/artifact/{artifact}", HOST),
+            ("/artifacts/key/samples", "samples"),
+        )
+    ]
+
+
+@contextlib.contextmanager
+def heard(login: str) -> Iterator[tuple[Any, list[str]]]:
+    """A page of a browser whose every request to an address outside is heard, and what was asked for."""
+    with listener() as (port, asked), open_browser(*login.split(":"), outside=port) as page:
+        page.set_content(f"<img src=http://{HOST}/seen.png>")
+        page.wait_for_load_state("networkidle")
+        assert f"http://{HOST}/seen.png" in asked, "what a page fetches is heard"
+        asked.clear()
+        yield page, asked
+
+
+def check_page(page: Any, asked: list[str], url: str) -> None:
+    """Nothing of what a model wrote is an element of the page, and the page asked no address outside."""
+    assert page.locator(FETCHED).count() == 0, url
+    assert [name for name in asked if not re.search(BROWSERS_OWN, name)] == [], url
+
+
+def test_no_page_of_prefect_asks_an_address_outside_or_renders_what_a_model_wrote(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample_of = stored_run.sample_of
+    monkeypatch.setattr(
+        stored_run, "sample_of", lambda group, index, _, **more: sample_of(group, index, HOSTILE, **more)
+    )
+    monkeypatch.setitem(stored_run.PROMPTS, "sums", json.dumps(HOSTILE))
+    samples = samples_text(stored_run.write_run(str(tmp_path)).iteration(0), "Samples", 4)
+    pages = pages_of_a_run(workplace, samples)
+    with heard(workplace.login) as (page, asked):
+        log_in(page, workplace.api.removesuffix("/api"), workplace.login)
+        for url, text in pages:
+            page.goto(url)
+            page.get_by_text(text).first.wait_for(state="attached")
+            page.wait_for_load_state("networkidle")
+            check_page(page, asked, url)
+
+
+def test_no_page_of_mlflow_asks_an_address_outside_or_renders_what_a_model_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
+    store, login = f"sqlite:///{tmp_path / 'curves.db'}", "millrace:secret"
+    tracker = MlflowTracker.start(store, "hostile", "hostile-run", "/runs/a", "a", None)
+    tracker.log_params({"reward": {"options": {"text": HOSTILE}}})
+    tracker.set_tags({"said": HOSTILE})
+    tracker.log_metrics({"reward/mean": 0.5}, 0)
+    try:
+        address = ensure_mlflow(store, login)
+        runs = f"{address}/#/experiments/{tracker.experiment_id}/runs"
+        pages = [
+            (address, "MLflow"),
+            (runs, "hostile-run"),
+            (f"{runs}/{tracker.run_id}", HOST),
+            (tracker.url(), "reward"),
+        ]
+        with heard(login) as (page, asked):
+            for url, text in pages:
+                page.goto(url)
+                page.get_by_text(text).first.wait_for(state="attached")
+                page.wait_for_timeout(GRACE_MS)
+                check_page(page, asked, url)
+    finally:
+        stop_mlflow()

@@ -14,13 +14,18 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @contextlib.contextmanager
-def open_browser(user: str, password: str) -> Iterator[Any]:
-    """A page of a browser that has the user's login for servers that ask by HTTP. Skips the test where there is none."""
+def open_browser(user: str, password: str, *, outside: int | None = None) -> Iterator[Any]:
+    """A page of a browser that has the user's login for servers that ask by HTTP. Skips the test where there is none.
+
+    outside: port of this host that every request to an address outside goes to, instead of the network.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     if CHROMIUM is None:
         pytest.skip("no Chromium: apt install chromium")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        # given to Chromium itself: by Playwright's own option requests to this host would go there too
+        proxy = [f"--proxy-server=http://127.0.0.1:{outside}"] if outside else []
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *proxy])
         login = {"username": user, "password": password}
         page = browser.new_context(
             viewport={"width": 1440, "height": 1200}, http_credentials=login
