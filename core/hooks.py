@@ -33,7 +33,7 @@ from millrace.core.slime.names import SLIME, NotHereError, provide, slime_remedy
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from millrace.core.algorithms.objective import TokenBatch
+    from millrace.core.algorithms.token_batch import TokenBatch
     from millrace.core.config import UserFunction
 
 Prompt = str | Sequence[Mapping[str, Any]]  # text, or chat messages

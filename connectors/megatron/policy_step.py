@@ -23,8 +23,9 @@ from millrace.connectors.megatron.forward_backward import (
 from millrace.connectors.megatron.model.logprobs import TokenLogprobs
 from millrace.connectors.megatron.rank_batch import RankBatch
 from millrace.core.algorithms.ages import age_metrics, ratio_metrics
-from millrace.core.algorithms.objective import Objective, TokenBatch
+from millrace.core.algorithms.objective import Objective
 from millrace.core.algorithms.packed import clean
+from millrace.core.algorithms.token_batch import TokenBatch
 
 
 def policy_step(

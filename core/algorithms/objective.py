@@ -16,7 +16,7 @@ the identity in the paper; it carries no gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -25,31 +25,12 @@ from millrace.core.algorithms import importance, losses
 from millrace.core.algorithms.aggregate import denominator, reduce, sample_weights, undivided_weights
 from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.packed import clean, upcast
+from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.errors import TrainerError
 from millrace.core.hooks import call_function, load_function
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
-
-
-@dataclass
-class TokenBatch:
-    """Response tokens of the B samples of one pack, end to end in one dimension N; samples are whole."""
-
-    logprobs: Tensor  # [N] trainer's log-probs at sampling temperature; carries the gradient
-    old_logprobs: Tensor  # [N] the policy that the ratio is taken against
-    rollout_logprobs: Tensor  # [N] the engine's
-    ref_logprobs: Tensor | None  # [N] reference model's
-    advantages: Tensor  # [N]
-    mask: Tensor  # [N] 1: in the loss
-    lengths: Tensor  # [B] response lengths, sum = N
-    weights: Tensor  # [N] see millrace.core.algorithms.aggregate; loss = sum of weights * token loss
-    entropy: Tensor | None = None  # [N] nats; carries the gradient when an entropy bonus is set
-    # [N, k] the trainer's, of the teacher's likeliest tokens; carries the gradient
-    top_logprobs: Tensor | None = None
-    teacher_top_logprobs: Tensor | None = None  # [N, k] the teacher's
-    # [N] published versions between a token's and the iteration's; None: all are of the latter
-    ages: Tensor | None = None
 
 
 class Objective:

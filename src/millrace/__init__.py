@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from millrace.connectors.workers.sandbox import SandboxOutcome as SandboxOutcome
     from millrace.connectors.workers.sandbox import SandboxProtections as SandboxProtections
     from millrace.connectors.workers.sandbox import run_python as run_python
-    from millrace.core.algorithms.objective import TokenBatch as TokenBatch
+    from millrace.core.algorithms.token_batch import TokenBatch as TokenBatch
     from millrace.core.config import RunConfig as RunConfig
     from millrace.core.errors import BudgetError as BudgetError
     from millrace.core.errors import ConfigError as ConfigError
@@ -92,7 +92,7 @@ _MODULES = {
         "ToolError",
         "Turn",
     ],
-    "millrace.core.algorithms.objective": ["TokenBatch"],
+    "millrace.core.algorithms.token_batch": ["TokenBatch"],
     "millrace.core.errors": [
         "BudgetError",
         "ConfigError",

@@ -12,8 +12,9 @@ from torch import Tensor
 from millrace.core.algorithms import aggregate
 from millrace.core.algorithms.credit import token_credit
 from millrace.core.algorithms.group_advantages import group_advantages
-from millrace.core.algorithms.objective import Objective, TokenBatch
+from millrace.core.algorithms.objective import Objective
 from millrace.core.algorithms.packed import spread
+from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
 

@@ -18,21 +18,17 @@ CONNECTOR_REMEDY = (
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, where it is imported, and whether only type checkers see it."""
+    """One imported module, and the line that imports it."""
 
     target: str
     line: int
-    for_types: bool
 
 
 def import_cycles(files: Iterable[SourceFile]) -> Iterator[Violation]:
-    """Report each group of modules that import each other in a circle, imports inside functions included.
-
-    Imports under TYPE_CHECKING are left out: they do not run.
-    """
+    """Report each group of modules that import each other in a circle: inside functions and under TYPE_CHECKING too."""
     by_name = {file.module: file for file in files}
     graph = {
-        name: {found.target: found.line for found in imports_of(file, set(by_name)) if not found.for_types}
+        name: {found.target: found.line for found in imports_of(file, set(by_name))}
         for name, file in by_name.items()
     }
     for circle in _circles({name: set(targets) for name, targets in graph.items()}):
@@ -59,17 +55,10 @@ def connector_imports(files: Iterable[SourceFile]) -> Iterator[Violation]:
 
 def imports_of(file: SourceFile, names: set[str]) -> Iterator[Import]:
     """All imports of the project's modules in a file, wherever they stand in it."""
-    hidden = {
-        id(inner)
-        for node in ast.walk(file.tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for part in node.body
-        for inner in ast.walk(part)
-    }
     for node in ast.walk(file.tree):
         for target in _targets(file, node, names):
             if target != file.module:
-                yield Import(target, node.lineno, id(node) in hidden)  # type: ignore[attr-defined]
+                yield Import(target, node.lineno)  # type: ignore[attr-defined]
 
 
 def _targets(file: SourceFile, node: ast.AST, names: set[str]) -> Iterator[str]:

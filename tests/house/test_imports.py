@@ -39,6 +39,10 @@ CYCLES = {
         "core/a.py": "import millrace.core.b",
         "core/b.py": "if TYPE_CHECKING:\n    pass\nelse:\n    import millrace.core.a",
     },
+    "for types": {
+        "core/a.py": "import millrace.core.b",
+        "core/b.py": "if TYPE_CHECKING:\n    from millrace.core.a import A",
+    },
 }
 NO_CYCLES = {
     "a chain": {"core/a.py": "import millrace.core.b", "core/b.py": "import os"},
@@ -47,10 +51,6 @@ NO_CYCLES = {
         "core/b.py": "import millrace.core.d",
         "core/c.py": "import millrace.core.d",
         "core/d.py": "",
-    },
-    "types only": {
-        "core/a.py": "import millrace.core.b",
-        "core/b.py": "if TYPE_CHECKING:\n    from millrace.core.a import A",
     },
     "a package with its modules": {
         "core/config/__init__.py": "from millrace.core.config.run import RunConfig",

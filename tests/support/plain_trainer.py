@@ -16,8 +16,9 @@ from millrace.core.algorithms.aggregate import sample_weights
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, sample_credit, token_credit
 from millrace.core.algorithms.kl_controller import KLController
 from millrace.core.algorithms.losses import value_loss
-from millrace.core.algorithms.objective import Objective, TokenBatch
+from millrace.core.algorithms.objective import Objective
 from millrace.core.algorithms.packed import spread
+from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
 
 LR, CLIP_GRAD = 1e-3, 0.5

@@ -110,7 +110,7 @@ def test_a_row_of_a_file_that_was_replaced_is_named(tmp_path: Path, how: str) ->
     aside = tmp_path / "new"
     aside.write_bytes(REPLACED[how])
     aside.replace(path)
-    with pytest.raises(DataError, match=rf"row 2401 of {path} is not the one .* started") as error:
+    with pytest.raises(DataError, match=rf"row 2401 of {path} has changed .* started") as error:
         addressed.read([2401])
     assert error.value.where == f"source a: {path}"
     path.write_bytes(LINES)  # the first remedy

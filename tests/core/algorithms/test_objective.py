@@ -12,8 +12,9 @@ from torch import Tensor
 
 from millrace.core.algorithms import aggregate, importance, losses
 from millrace.core.algorithms.kl import kl_estimate
-from millrace.core.algorithms.objective import Objective, TokenBatch, check_on_policy, derived
+from millrace.core.algorithms.objective import Objective, check_on_policy, derived
 from millrace.core.algorithms.packed import spread
+from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.errors import TrainerError

@@ -14,8 +14,9 @@ from torch import Tensor
 from millrace.core.algorithms import importance
 from millrace.core.algorithms.ages import LAST_AGE, age_metrics, measured, ratio_metrics
 from millrace.core.algorithms.aggregate import sample_weights
-from millrace.core.algorithms.objective import Objective, TokenBatch, derived
+from millrace.core.algorithms.objective import Objective, derived
 from millrace.core.algorithms.packed import spread
+from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
 
 LENGTHS = [4, 3]
