@@ -12,6 +12,7 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.tracker import flat
 
 OURS = "millrace."
+SGLANG = "engines.sglang."  # some of its options run code: trust_remote_code, custom_weight_loader
 ADDRESSES = ("placement.ray_address",)  # need not look like a URL
 
 
@@ -27,6 +28,9 @@ def _named(config: RunConfig) -> Iterator[str]:
     for field, value in flat(config.model_dump(mode="json")):
         name = field.rpartition(".")[2]
         if not value:
+            continue
+        if field.startswith(SGLANG):
+            yield f"gives SGLang {name} = {value} ({field})"
             continue
         if (
             name == "function"

@@ -36,6 +36,7 @@ def test_what_a_configuration_names_is_said_with_its_field() -> None:
         reward={"function": "theirs:score", "options": {"url": "http://judge.example/v1"}},
         placement={"ray_address": "10.0.0.9:6379"},
         filter={"group_filter": {"function": "their_filter:keep"}},
+        engines={"sglang": {"trust_remote_code": True, "custom_weight_loader": ["theirs.load"]}},
     )
     said = named_by_run(config)
     for line in (
@@ -43,6 +44,8 @@ def test_what_a_configuration_names_is_said_with_its_field() -> None:
         "uses http://judge.example/v1 (reward.options.url)",
         "uses 10.0.0.9:6379 (placement.ray_address)",
         "imports their_filter:keep (filter.group_filter.function)",
+        "gives SGLang trust_remote_code = True (engines.sglang.trust_remote_code)",
+        "gives SGLang custom_weight_loader = ['theirs.load'] (engines.sglang.custom_weight_loader)",
         "looks for modules in /elsewhere (run.import_from)",
     ):
         assert line in said, said
