@@ -200,11 +200,11 @@ def test_rows_that_are_too_long_or_lack_the_label_are_counted() -> None:
 
 
 def test_of_a_large_file_the_first_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.flows.preflight.check_data.ROWS", 10)
+    monkeypatch.setattr("millrace.flows.preflight.first_rows.ROWS", 10)
     for name in ("train.jsonl", "train.parquet"):
         lines = plan(f"data.sources.sums.path={name}")
         assert "about 100 rows, of which the first 10 were read" in lines["data sums"], name
-    monkeypatch.setattr("millrace.flows.preflight.check_data.BYTES", 500)
+    monkeypatch.setattr("millrace.flows.preflight.first_rows.BYTES", 500)
     assert "about 100 rows, of which the first 10 were read" in plan()["data sums"]
 
 
