@@ -22,6 +22,7 @@ from millrace.core.contracts.sample import (
     SampleLogprobs,
     ScoredSample,
 )
+from millrace.core.replay import settings_of
 from tests.support.stored_samples import sample_of
 
 SYSTEM = "Be brief. It's a sum."
@@ -120,6 +121,7 @@ def _commit(folder: RunFolder, index: int) -> None:
         "grad_norm": 1.0,
         "lr": 1e-3,
         "logprob_gap_mean": 1e-6,
+        "settings": settings_of(RunConfig.model_validate(CONFIG), {"device": "cpu"}),
     }
     files = [
         _table(store, "prompts", drawn),
