@@ -50,6 +50,7 @@ def site(tmp_path: Path) -> Path:
     return Path(said)
 
 
+@pytest.mark.slow
 def test_a_pack_gives_a_host_what_the_wheels_hold(site: Path) -> None:
     ran = subprocess.run([site / "engine" / "server"], check=True, capture_output=True, text=True)
     assert ran.stdout == "started\n"

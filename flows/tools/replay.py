@@ -24,7 +24,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.task_records import StepMetrics
-from millrace.core.errors import StorageError
+from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.replay import check_replayed, with_settings
 from millrace.flows.driver.named_model import at_commit
 from millrace.flows.preflight.check_references import pass_blocks_on
@@ -90,7 +90,8 @@ def configuration_of(record: Mapping[str, Any], folder: RunFolder, index: int) -
     ours = record["config"] if parent is None or index >= parent["at"] else parent["config"]
     config = RunConfig.model_validate(ours)
     recorded = recorded_step(IterationFiles(folder, index), index * config.steps_per_iteration + 1)
-    return with_settings(config, recorded) if recorded else config
+    # a step of a run of rollouts only was not trained, and has no settings
+    return with_settings(config, recorded) if recorded and "settings" in recorded else config
 
 
 @asynccontextmanager
@@ -164,12 +165,18 @@ async def _compare_weights(
 
 
 def export_folder(folder: RunFolder, last: int, into: Path) -> None:
-    """The export after an iteration. Raises CorruptFileError for a file that differs from the checkpoint task's record."""
+    """The export after an iteration.
+
+    Raises CorruptFileError for a file that differs from the checkpoint task's record, MissingFileError without the record.
+    """
     export = folder.store.child(f"exports/{last:06d}")
-    record = IterationFiles(folder, last - 1).record("checkpoint") or {}
-    entries = recorded(
-        record.get("export_files", ()), folder.iteration(last - 1).url_of(record_path("checkpoint"))
-    )
+    record = IterationFiles(folder, last - 1).record("checkpoint")
+    url = folder.iteration(last - 1).url_of(record_path("checkpoint"))
+    if record is None:
+        raise MissingFileError(
+            "no such file, and it names the files of the export", where=url, remedy="restore it from a copy"
+        )
+    entries = recorded(record.get("export_files", ()), url)
     in_threads(export.verify, entries)
     export.download_dir("", str(into), [entry.path for entry in entries])
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from benchmarks.figures.rows import cpu_rows, gpu_rows
@@ -84,6 +85,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_every_benchmark_starts_as_a_module_and_explains_itself() -> None:
     modules = benchmark_modules()
     assert len(modules) > 20

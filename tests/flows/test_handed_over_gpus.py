@@ -44,6 +44,7 @@ def nodes() -> Iterator[RayNodes]:
         cluster.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_shared_gpu_is_handed_over_while_the_batch_is_written_and_a_killed_driver_goes_on(
     workplace: Workplace, nodes: RayNodes, whole: Path, tmp_path: Path, runner: str

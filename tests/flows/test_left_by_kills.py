@@ -60,6 +60,7 @@ def at_work(place: Workplace, kind: str, query: dict[str, Any]) -> list[Any]:
     return [(each["name"], each["state"], each.get("flow_run_id")) for each in found]
 
 
+@pytest.mark.slow
 def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_shows_none_at_work(
     workplace: Workplace, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_moved_run_that_goes_on_ends_the_actors_that_it_left_where_it_was(
     assert actors_of(home) == before
 
 
+@pytest.mark.slow
 def test_runs_and_show_say_that_a_start_failed_and_why(workplace: Workplace, tmp_path: Path) -> None:
     (workplace.folder / "raises.py").write_text(FAILS)
     workplace.train(tmp_path, *SHORT, "reward.function=raises:score", expect=2)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.flow_runs import Workplace
 
 ASK = """
@@ -23,6 +25,7 @@ print("asked", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_locked_database_is_named_while_it_is_waited_for(workplace: Workplace) -> None:
     workplace.call("server", "start")
     environment = workplace.environment | {

@@ -61,6 +61,7 @@ def test_both_iterations_sample_from_the_same_weights(run: Path) -> None:
     assert all(abs(one - other) < 1e-5 for one, other in same)
 
 
+@pytest.mark.slow
 def test_what_it_stored_trains_as_a_training_run_does(workplace: Workplace, run: Path, whole: Path) -> None:
     """The first iteration of a training run has the same weights to generate with, and so the same rollouts."""
     overrides = ("pipeline.rollouts_from=a", "evaluation.sets=[]", "run.name=b", "run.iterations=1")

@@ -170,6 +170,7 @@ def test_a_writer_that_was_started_ahead_writes_and_another_one_is_started(
             assert group.run(state) == held
 
 
+@pytest.mark.slow
 def test_a_writer_that_dies_fails_its_checkpoint_alone_and_the_next_one_is_written(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_writer_that_dies_fails_its_checkpoint_alone_and_the_next_one_is_writt
         assert group.call("load", str(tmp_path / "dead")) == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_stopped_is_ended_in_the_limit_and_the_next_one_is_written(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
 ) -> None:

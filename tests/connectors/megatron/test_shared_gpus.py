@@ -206,6 +206,7 @@ async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_wit
     assert answer.weight_versions[0][1] == 0
 
 
+@pytest.mark.slow
 async def test_gpus_are_handed_to_the_trainer_before_it_is_asked_where_engines_hold_them(
     drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:

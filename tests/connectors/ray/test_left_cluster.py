@@ -130,6 +130,7 @@ class Starting:
         raise AssertionError
 
 
+@pytest.mark.slow
 async def test_a_call_of_an_actor_that_still_starts_ends_when_the_head_dies(joined: str) -> None:
     """Ray says nothing of it, and would end this process after a minute."""
     call = asyncio.create_task(actors.make("starting", 0, 1, Starting, SETTINGS).call(Starting.state))
@@ -204,6 +205,7 @@ print("joined again, parent", os.getppid())
 """
 
 
+@pytest.mark.slow
 def test_a_process_whose_shell_has_ended_outlives_the_head(ray_home: Path, tmp_path: Path) -> None:
     """A run in the background: Ray would end it with 1 and no word as it leaves the dead head."""
     said = tmp_path / "said"

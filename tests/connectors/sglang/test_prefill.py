@@ -89,6 +89,7 @@ async def test_a_cache_that_does_not_arrive_is_made_again(pairs: Pairs, tiny_mod
     assert fleet.restarts == 0  # all of them answer: none was stalled
 
 
+@pytest.mark.slow
 async def test_one_engine_waits_as_long_as_the_other_has_work(pairs: Pairs, tiny_model: Path) -> None:
     fleet, rooms = pairs(rollout={"progress_timeout_s": 1.0})  # a busy host answers within
     dispatcher = await serving(fleet, tiny_model, 54)

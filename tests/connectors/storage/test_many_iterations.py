@@ -12,6 +12,7 @@ import pytest
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.manifests.manifest import Manifest
+from millrace.connectors.storage.manifests.summaries import has_summary
 from millrace.connectors.storage.run_folder import READ_AHEAD, RunFolder
 from millrace.core.contracts.history import GroupOutcome, IterationHistory
 from millrace.core.errors import CorruptFileError, MissingFileError
@@ -30,8 +31,8 @@ def new_ledger() -> Ledger:
 
 
 def write_manifests(root: Path, count: int) -> Ledger:
-    """Manifests of iterations of four groups, and the ledger that drew them."""
-    ledger, before = new_ledger(), None
+    """Manifests of iterations of four groups, with their summaries, and the ledger that drew them."""
+    ledger, before, summaries = new_ledger(), None, RunFolder(str(root), "run").summaries
     for index in range(count):
         outcomes = [
             GroupOutcome(
@@ -46,10 +47,12 @@ def write_manifests(root: Path, count: int) -> Ledger:
         files = [
             FileEntry(path=f"rollouts/part-{number}.parquet", sha256="0" * 64, size=9) for number in range(8)
         ]
+        if has_summary(index):
+            files.append(summaries.write(index))
         tasks = {"metrics": {f"train/figure_{number}": index / 7 for number in range(20)}}
         manifest = Manifest(iteration=index, files=files, tasks=tasks, history=history).after(before).sealed()
         folder = root / "run" / "iterations" / f"{index:06d}"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "manifest.json").write_text(json.dumps(manifest.model_dump(mode="json")))
         ledger.apply(history)
         before = manifest
