@@ -13,6 +13,8 @@ from tests.soak.victims import kill
 from tests.support.deployed import Deployed, flow_process
 from tests.support.flow_runs import Workplace, final_weights, trained, wait_until
 
+pytestmark = pytest.mark.slow  # some minutes of whole runs and processes
+
 MANY = ["run.iterations=500", "evaluation.sets=[]"]
 RESUMED_S = 300  # the automation waits for 20 s, and its server looks at it every few seconds; the machine may be busy
 
@@ -56,7 +58,6 @@ def test_deploy_makes_a_deployment_a_recipe_and_each_automation_once(server: Dep
     ]
 
 
-@pytest.mark.slow
 def test_a_schedule_fires_and_a_second_run_of_the_name_is_refused_while_the_first_lives(
     server: Deployed, tmp_path: Path
 ) -> None:
@@ -93,7 +94,6 @@ def test_a_schedule_fires_and_a_second_run_of_the_name_is_refused_while_the_firs
     assert [attempt["flow_run_id"] for attempt in attempts] == [first["id"]]
 
 
-@pytest.mark.slow
 def test_a_recipe_is_run_by_a_command_with_overrides(server: Deployed, tmp_path: Path) -> None:
     given = ["run.name=c", f"storage.root={tmp_path}", "run.iterations=1", "run.prepare=null"]
     given += [
@@ -114,7 +114,6 @@ def test_a_recipe_is_run_by_a_command_with_overrides(server: Deployed, tmp_path:
     assert any(line["message"].startswith("iteration 1 of 1: reward") for line in logs)
 
 
-@pytest.mark.slow
 def test_a_killed_run_resumes_by_itself_and_one_that_was_stopped_does_not(
     server: Deployed, whole: Path, tmp_path: Path
 ) -> None:
@@ -139,7 +138,6 @@ def test_a_killed_run_resumes_by_itself_and_one_that_was_stopped_does_not(
     assert server.state(stopped) == "CANCELLED"
 
 
-@pytest.mark.slow
 def test_a_run_that_failed_by_the_loss_of_its_trainer_resumes_by_itself_and_a_mistake_does_not(
     server: Deployed, workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ from millrace.flows.tools.replay import replay_run
 from millrace.flows.tools.verify import verify_run
 from tests.support.flow_runs import Workplace, generated, trained
 
+pytestmark = pytest.mark.slow  # some minutes of whole runs and processes
+
 ONLY = ("pipeline.rollouts_only=true", "run.iterations=2", "evaluation.sets=[]")
 
 
@@ -61,7 +63,6 @@ def test_both_iterations_sample_from_the_same_weights(run: Path) -> None:
     assert all(abs(one - other) < 1e-5 for one, other in same)
 
 
-@pytest.mark.slow
 def test_what_it_stored_trains_as_a_training_run_does(workplace: Workplace, run: Path, whole: Path) -> None:
     """The first iteration of a training run has the same weights to generate with, and so the same rollouts."""
     overrides = ("pipeline.rollouts_from=a", "evaluation.sets=[]", "run.name=b", "run.iterations=1")

@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 
 from tests.support.flow_runs import Workplace
 
+pytestmark = pytest.mark.slow  # some minutes of whole runs and processes
+
 HOOKS = '''
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.sglang_rollout import GenerateState

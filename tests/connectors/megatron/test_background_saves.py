@@ -18,6 +18,8 @@ from millrace.core.config.algorithm import Algorithm
 from tests.connectors.megatron.test_trainer_algorithms import figures, state, trained, urls
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration
 
+pytestmark = pytest.mark.slow  # some minutes of whole runs and processes
+
 ALGORITHM: dict[str, Any] = {"preset": "ppo", "kl_coef": 0.1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -170,7 +172,6 @@ def test_a_writer_that_was_started_ahead_writes_and_another_one_is_started(
             assert group.run(state) == held
 
 
-@pytest.mark.slow
 def test_a_writer_that_dies_fails_its_checkpoint_alone_and_the_next_one_is_written(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
 ) -> None:
@@ -194,7 +195,6 @@ def test_a_writer_that_dies_fails_its_checkpoint_alone_and_the_next_one_is_writt
         assert group.call("load", str(tmp_path / "dead")) == [2, 2]
 
 
-@pytest.mark.slow
 def test_a_writer_that_is_stopped_is_ended_in_the_limit_and_the_next_one_is_written(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
 ) -> None:

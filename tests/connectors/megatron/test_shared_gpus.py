@@ -31,6 +31,8 @@ from millrace.tasks.runtime.trainer import Trainer
 from tests.support.ray_nodes import RayNodes, token_of
 from tests.support.trainer_ranks import samples, write_batch
 
+pytestmark = pytest.mark.slow  # some minutes of whole runs and processes
+
 if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)
 
@@ -175,7 +177,6 @@ async def test_engines_sleep_while_a_checkpoint_is_saved_and_take_the_weights_ag
     assert answer.weight_versions[0][1] == 1
 
 
-@pytest.mark.slow
 async def test_engines_that_an_earlier_driver_left_awake_sleep_before_ranks_work(
     drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:
@@ -192,7 +193,6 @@ async def test_engines_that_an_earlier_driver_left_awake_sleep_before_ranks_work
     assert asleep_at_build == [BOTH, BOTH]
 
 
-@pytest.mark.slow
 async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_with_it(
     drivers: Any, asleep_at_build: list[list[str]]
 ) -> None:
@@ -206,7 +206,6 @@ async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_wit
     assert answer.weight_versions[0][1] == 0
 
 
-@pytest.mark.slow
 async def test_gpus_are_handed_to_the_trainer_before_it_is_asked_where_engines_hold_them(
     drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:
