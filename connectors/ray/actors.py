@@ -234,7 +234,7 @@ class ActorGroup(Generic[T]):
             error = next((call.exception() for call in calls if call in done and call.exception()), None)
             if error is None:
                 return [call.result() for call in calls]
-            # after the loss of an actor all are created anew, so there is no need to wait
+            # if an actor is lost, all are created again, so there is no need to wait
             if waiting and not isinstance(error, ActorLostError):
                 _, waiting = await asyncio.wait(waiting, timeout=patience_s)
                 if waiting:

@@ -60,8 +60,8 @@ def sample_seed(
 ) -> int:
     """Sampling seed of sample `index` of a draw; within 31 bits, as engines take it.
 
-    `prompt` and `ordinal` name the draw, as for `group_id`. No seed depends on the run's name: `seed_name` is empty, except in
-    runs from a time when seeds were derived from the name (core/config/reading/stored.py).
+    `prompt` and `ordinal` name the draw, as for `group_id`. No seed of a run depends on the run's name: `seed_name` is
+    empty in every run.
     """
     place = sample_id(group_id(seed_name, iteration, prompt, ordinal), index)
     return derived_seed(seed, "sample", place) & 0x7FFFFFFF

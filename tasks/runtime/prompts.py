@@ -36,7 +36,7 @@ class Prompts:
         self._ledger: Ledger | None = None
         self._data_since = 0
         self._whole: frozenset[str] = frozenset()
-        self.seed_name = ""  # seeds of samples are derived from it; from run.json
+        self.seed_name = ""  # seeds of samples are derived from it; empty in every run
         self.tokenizer_kind: str | None = None  # kind of the driver's tokenizer, in its shards
         self.ahead = Ahead()  # how many iterations may be open ahead; from run.json
 
@@ -76,7 +76,7 @@ class Prompts:
         self._data_since = iteration
 
     def use_seed_name(self, name: str) -> None:
-        """Set the name that sample seeds are derived from, from run.json: see `lifted` of core/config/reading/stored.py."""
+        """Set the name that sample seeds are derived from."""
         self.seed_name = name
 
     def sample_seed(self, group: DrawnGroup, index: int) -> int:
