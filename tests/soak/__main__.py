@@ -94,7 +94,7 @@ def _points(args: argparse.Namespace) -> list[Point]:
 def _site(folder: Path) -> Site:
     """Make a workplace. Not in a thread: two threads cannot import transformers at once."""
     folder.mkdir(parents=True)
-    return Site(make_workplace(folder))
+    return Site(make_workplace(folder), shared=folder.parent)
 
 
 def _work(site: Site, points: list[Point], results: Results) -> None:
