@@ -1,10 +1,13 @@
-"""An S3 API server for whoever needs one, how long a test may take, which modules it leaves, and that Ctrl-C ends what it starts."""
+"""An S3 API server, how long a test may take, which modules it leaves, which tests share a process, and that Ctrl-C ends what it starts."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,24 @@ WHOLE_RUNS_S = 3600  # slow tests wait with patience of their own, which lasts l
 def pytest_configure() -> None:
     """Tests press Ctrl-C in commands that they start, also where pytest was started in the background."""
     heed_ctrl_c()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files stay together, and so do all that use the workplace: one Prefect server and one undisturbed run serve them."""
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class OneWorkplace(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "the workplace" if uses_workplace(config.rootpath / file) else file
+
+    return OneWorkplace(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@cache
+def uses_workplace(file: Path) -> bool:
+    return file.parent.name == "flows" and bool(re.search(r"\b(workplace|whole): ", file.read_text()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,7 +70,7 @@ class Project:
 
 
 @pytest.fixture(scope="module", params=["checkout", "wheel"])
-def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Project:
     folder = tmp_path_factory.mktemp(f"project-{request.param}")
     place = make_workplace(folder)
     for name in PACKAGES:
@@ -88,11 +88,17 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         place.environment["PYTHONPATH"] = str(REPOSITORY / "src")
         place.command = [sys.executable, "-P", "-m", "millrace.flows.cli"]
         found = Project(place, sys.executable)
-    place.call("server", "start")
-    yield found
-    if found.deployed and found.deployed.worker:
-        found.deployed.kill_worker()
-    place.call("server", "stop")
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(project: Project) -> Iterator[Project]:
+    """The folder with a Prefect server of its own."""
+    project.place.call("server", "start")
+    yield project
+    if project.deployed and project.deployed.worker:
+        project.deployed.kill_worker()
+    project.place.call("server", "stop")
 
 
 def two_iterations() -> dict[str, Any]:
@@ -105,6 +111,7 @@ def two_iterations() -> dict[str, Any]:
     return values
 
 
+@BY_WHEEL
 def test_check_finds_the_users_reward_and_names_it_if_it_is_missing(project: Project) -> None:
     assert "2 iterations" in project.place.call("check", "run.yaml")
     out = project.place.call("check", "run.yaml", "reward.function=core.my_reward:grade", expect=2)
@@ -113,15 +120,15 @@ def test_check_finds_the_users_reward_and_names_it_if_it_is_missing(project: Pro
 
 @pytest.mark.slow
 @BY_WHEEL
-def test_the_command_line_trains_with_the_users_functions(project: Project) -> None:
-    assert "2 iterations complete, 2 of them now" in project.place.call("train", "run.yaml")
-    assert_trained_by_them(project.place.folder / "runs" / "a", 2)
+def test_the_command_line_trains_with_the_users_functions(served: Project) -> None:
+    assert "2 iterations complete, 2 of them now" in served.place.call("train", "run.yaml")
+    assert_trained_by_them(served.place.folder / "runs" / "a", 2)
 
 
 @pytest.mark.slow
 @BY_WHEEL
-def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_path: Path) -> None:
-    place = project.place
+def test_a_worker_resumes_the_run_from_the_users_folder(served: Project, tmp_path: Path) -> None:
+    place = served.place
     *_, export, worker = place.call("deploy", PWD="/").splitlines()
     login = place.folder / "home" / "prefect-auth"
     pages = f"{place.api.removesuffix('/api')}/v2"
@@ -131,8 +138,8 @@ def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_pa
     )
     assert place.api.endswith("/api")
     assert worker == "prefect worker start --pool local"
-    project.deployed = deployed = Deployed(
-        place.api, place.login, place.environment, tmp_path, project.python
+    served.deployed = deployed = Deployed(
+        place.api, place.login, place.environment, tmp_path, served.python
     )
     deployed.start_worker(place.folder / "worker.log")
     config = two_iterations()

@@ -11,9 +11,9 @@ from tests.soak.harness import Site
 from tests.soak.points import ENDS_THE_RUN, REDUCED, Point
 from tests.support.flow_runs import Workplace
 
-AMID_A_ROLLOUT = REDUCED[0]  # of the driver
+AMID_A_ROLLOUT = Point("driver", "rollout", "in")  # of a run as the workplace has it undisturbed
 AMID_TURNS_AHEAD = Point("driver", TURNS, "in", form="tool_ahead")  # while the iteration before is trained
-POINTS = (*REDUCED, AMID_TURNS_AHEAD)
+POINTS = (AMID_A_ROLLOUT, *REDUCED, AMID_TURNS_AHEAD)
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,7 @@ def test_runs_and_show_say_that_a_start_failed_and_why(workplace: Workplace, tmp
     assert "no score" in workplace.call("show", "a", "--root", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_cancelled_by_whom_on_every_page(workplace: Workplace, tmp_path: Path) -> None:
     driver = workplace.start(
         "train", "run.yaml", f"storage.root={tmp_path}", "run.iterations=200", *SHORT[1:]

@@ -31,11 +31,18 @@ def root(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def same(workplace: Workplace, root: Path) -> Path:
-    """The run `same`, of the settings of `a`, killed while it copied."""
-    copied = root / "same" / "iterations" / "000001" / "rollouts"
-    workplace.train_and_kill(root, lambda: any(copied.glob("part-*")), *FROM, "run.name=same")
-    assert "3 iterations complete, 2 of them now" in workplace.train(root, *FROM, "run.name=same")
+    """The run `same`, of the settings of `a`."""
+    assert "3 iterations complete, 3 of them now" in workplace.train(root, *FROM, "run.name=same")
     return root / "same"
+
+
+@pytest.fixture(scope="module")
+def killed(workplace: Workplace, root: Path) -> Path:
+    """The run `killed`, of the settings of `a`, killed while it copied."""
+    copied = root / "killed" / "iterations" / "000001" / "rollouts"
+    workplace.train_and_kill(root, lambda: any(copied.glob("part-*")), *FROM, "run.name=killed")
+    assert "3 iterations complete, 2 of them now" in workplace.train(root, *FROM, "run.name=killed")
+    return root / "killed"
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +52,16 @@ def other(workplace: Workplace, root: Path) -> Path:
     return root / "other"
 
 
-def test_the_same_settings_make_the_same_weights_bit_for_bit(same: Path, root: Path) -> None:
-    assert trained(same) == trained(root / "a")
-    assert final_weights(same) == final_weights(root / "a")
+@pytest.mark.parametrize("name", ["same", pytest.param("killed", marks=pytest.mark.slow)])
+def test_the_same_settings_make_the_same_weights_bit_for_bit(
+    request: pytest.FixtureRequest, root: Path, name: str
+) -> None:
+    run: Path = request.getfixturevalue(name)
+    assert trained(run) == trained(root / "a")
+    assert final_weights(run) == final_weights(root / "a")
 
 
+@pytest.mark.slow
 def test_other_settings_train_the_same_samples_to_other_weights(other: Path, root: Path) -> None:
     assert final_weights(other) != final_weights(root / "a")
     for index in range(3):
@@ -57,8 +69,13 @@ def test_other_settings_train_the_same_samples_to_other_weights(other: Path, roo
         assert {step["lr"] for step in steps(other, index)} == {1e-2}
 
 
-@pytest.mark.parametrize("name", ["same", "other"])
-def test_such_a_run_verifies_and_had_no_engine(name: str, root: Path, same: Path, other: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["same", *(pytest.param(name, marks=pytest.mark.slow) for name in ("killed", "other"))]
+)
+def test_such_a_run_verifies_and_had_no_engine(
+    request: pytest.FixtureRequest, root: Path, name: str
+) -> None:
+    request.getfixturevalue(name)
     verdict = verify_run(str(root), name)
     assert verdict.problems == verdict.strangers == []
     assert not any("logprob_gap_floor" in step for index in range(3) for step in steps(root / name, index))
