@@ -138,9 +138,7 @@ def test_a_worker_resumes_the_run_from_the_users_folder(served: Project, tmp_pat
     )
     assert place.api.endswith("/api")
     assert worker == "prefect worker start --pool local"
-    served.deployed = deployed = Deployed(
-        place.api, place.login, place.environment, tmp_path, served.python
-    )
+    served.deployed = deployed = Deployed(place.api, place.login, place.environment, tmp_path, served.python)
     deployed.start_worker(place.folder / "worker.log")
     config = two_iterations()
     config["run"]["iterations"] = 3

@@ -72,9 +72,7 @@ def test_other_settings_train_the_same_samples_to_other_weights(other: Path, roo
 @pytest.mark.parametrize(
     "name", ["same", *(pytest.param(name, marks=pytest.mark.slow) for name in ("killed", "other"))]
 )
-def test_such_a_run_verifies_and_had_no_engine(
-    request: pytest.FixtureRequest, root: Path, name: str
-) -> None:
+def test_such_a_run_verifies_and_had_no_engine(request: pytest.FixtureRequest, root: Path, name: str) -> None:
     request.getfixturevalue(name)
     verdict = verify_run(str(root), name)
     assert verdict.problems == verdict.strangers == []
