@@ -54,7 +54,7 @@ def _seconds(name: str, folder: str, overrides: list[str], expect: int) -> float
         "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
     }
     environment |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    command = [sys.executable, "-m", "millrace.flows.cli", name, "run.yaml", *overrides]
+    command = [sys.executable, "-m", "millrace.flows.commands", name, "run.yaml", *overrides]
     started = time.perf_counter()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started

@@ -32,20 +32,20 @@ import psutil
 from benchmarks.answers.engines import answer_body, engines
 from benchmarks.answers.generating import GROUP, as_a_driver, context, drawn_group, generate
 from benchmarks.answers.shards import in_shards
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.wire.answer_body import read_answer
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.wire.answer_body import read_answer
 from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.batching import plan_packs
 from millrace.core.algorithms.credit import SampleCredit
-from millrace.core.batching import plan_packs
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
+from millrace.tasks.batching.kept_groups import batch_pieces, read_kept
 from millrace.tasks.context import IterationContext
-from millrace.tasks.samples.answers import generated_sample
-from millrace.tasks.samples.batch.kept_groups import batch_pieces, read_kept
-from millrace.tasks.samples.generation import Answer
-from millrace.tasks.samples.scored_group import ScoredGroup
+from millrace.tasks.generation.answers import generated_sample
+from millrace.tasks.generation.single_samples import Answer
+from millrace.tasks.scoring.scored_group import ScoredGroup
 
 BEAT_S = 0.005  # the event loop is asked this often whether it answers
 PACK = 32768  # tokens
@@ -249,7 +249,7 @@ def scored_group(number: int) -> ScoredGroup:
 
 def packer() -> Callable[[tuple[Store, str]], None]:
     """Lays every row of the batch in the packs of one rank. torch is loaded here: the driver of a run has none."""
-    from millrace.connectors.megatron.packing import make_pack, read_rows
+    from millrace.connectors.trainers.megatron.packing import make_pack, read_rows
 
     def lay(place: tuple[Store, str]) -> None:
         rows = read_rows(place[0].read_table(place[1], "batch"))

@@ -99,7 +99,7 @@ def start_engine(model: Path, port_file: Path, threads: int) -> subprocess.Popen
     command = [
         sys.executable,
         "-m",
-        "millrace.connectors.embedded",
+        "millrace.connectors.engines.embedded",
         "--model-path",
         str(model),
         "--port",

@@ -82,9 +82,9 @@ def measure(path: str, above: int) -> None:
     """Open a source and draw from it twice; prints the figures as JSON."""
     from millrace.connectors.huggingface.tiny import build_tokenizer
     from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+    from millrace.core.accounts.ledger import Ledger
+    from millrace.core.accounts.source_parts import source_and_level
     from millrace.core.config import RunConfig
-    from millrace.core.curriculum.parts import source_and_level
-    from millrace.core.ledger import Ledger
     from millrace.tasks.data.prompt_dataset import PromptDataset
 
     tokenizer = PromptTokenizer(build_tokenizer())

@@ -114,9 +114,9 @@ def generate(
 
     import torch
 
-    from millrace.connectors.embedded.model import Decoder, Weights, read_shape
-    from millrace.connectors.embedded.sampling import SamplingParams
-    from millrace.connectors.embedded.slots import Request, Slots
+    from millrace.connectors.engines.embedded.model import Decoder, Weights, read_shape
+    from millrace.connectors.engines.embedded.sampling import SamplingParams
+    from millrace.connectors.engines.embedded.slots import Request, Slots
 
     shape = dataclasses.replace(read_shape(folder), **dict(state.shape))
     tensors = dict(state.tensors)
@@ -147,7 +147,7 @@ class Trainer:
     """One rank of the trainer."""
 
     def __init__(self, model: Path, dtype: str, sizes: Sizes, folder: Path, threads: int) -> None:
-        from millrace.connectors.megatron.rank import TrainerRank
+        from millrace.connectors.trainers.megatron.rank import TrainerRank
         from millrace.core.config import RunConfig
 
         config = RunConfig.model_validate(
@@ -187,9 +187,9 @@ class Trainer:
     def _compare(self, url: str) -> dict[str, Any]:
         import torch
 
-        from millrace.connectors.megatron.comparison import Comparison
-        from millrace.connectors.megatron.packing import make_packs
-        from millrace.connectors.megatron.policy_step import logprob_gap
+        from millrace.connectors.trainers.megatron.comparison import Comparison
+        from millrace.connectors.trainers.megatron.packing import make_packs
+        from millrace.connectors.trainers.megatron.policy_step import logprob_gap
         from millrace.core.errors import RefusedStepError
         from millrace.core.logprob_gap import LogprobGuard
 

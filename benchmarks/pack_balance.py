@@ -17,9 +17,9 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.gpu.shapes import model_config
-from millrace.core.architecture import architecture
-from millrace.core.batching import plan_packs
-from millrace.core.model_folder.config_file import resolved
+from millrace.connectors.trainers.batching import plan_packs
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import resolved
 
 LONGEST = 16384
 CASES = ((8, 16384), (8, 32768), (16, 16384), (64, 16384))  # ranks, tokens a pack

@@ -31,7 +31,7 @@ from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.config.reading.load import load_config
 from millrace.flows.quickstart import held_out_accuracy, recipe
 
-MILLRACE = [sys.executable, "-m", "millrace.flows.cli"]
+MILLRACE = [sys.executable, "-m", "millrace.flows.commands"]
 
 
 def main() -> None:

@@ -29,13 +29,13 @@ from unittest.mock import patch
 import psutil
 
 from benchmarks.stored_iterations import StubRun
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatching.least_load import LeastLoad
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.dispatching.least_load import LeastLoad
 from millrace.connectors.storage import files as storage_files
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.core.ledger import Ledger
-from millrace.tasks.pages.curves import Curves
+from millrace.core.accounts.ledger import Ledger
+from millrace.tasks.reporting.curves import Curves
 
 GROWTH = 2.0  # of a start and of `millrace show`, at most
 REPEATS = 3
@@ -166,7 +166,7 @@ def reads(folder: RunFolder) -> Iterator[tuple[str, Callable[[], object]]]:
 def shown(root: str, name: str) -> dict[str, Any]:
     """CPU and wall seconds of `millrace show`, start of the command included."""
     before, began = os.times(), time.perf_counter()
-    command = [sys.executable, "-W", "ignore", "-m", "millrace.flows.cli", "show", name, "--root", root]
+    command = [sys.executable, "-W", "ignore", "-m", "millrace.flows.commands", "show", name, "--root", root]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     after = os.times()
     used = after.children_user + after.children_system - before.children_user - before.children_system

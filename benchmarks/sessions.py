@@ -24,19 +24,19 @@ from typing import Any
 import psutil
 
 from benchmarks.embedded_engine import start_engine, wait_for
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Session
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.sessions.interface import Session as UserSession
-from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.generation import SampleGenerator
-from millrace.tasks.sessions.runner import SessionRunner, session_task
-from millrace.tasks.sessions.session_rollout import Opening
+from millrace.tasks.generation.failures import FailureBudget
+from millrace.tasks.generation.sessions.runner import SessionRunner, session_task
+from millrace.tasks.generation.sessions.session_rollout import Opening
+from millrace.tasks.generation.single_samples import SampleGenerator
 
 TARGET = 0.9  # of single answers' busy share
 

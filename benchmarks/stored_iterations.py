@@ -10,6 +10,7 @@ from millrace.connectors.storage.iteration_files import manifest_from_records, r
 from millrace.connectors.storage.parts import write_part
 from millrace.connectors.storage.run_folder import RECORD, RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.accounts.ledger import Draw, Ledger
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.stored import VERSION
 from millrace.core.contracts import schema
@@ -22,8 +23,7 @@ from millrace.core.contracts.sample import (
     JudgedSample,
     ScoredSample,
 )
-from millrace.core.ledger import Draw, Ledger
-from millrace.tasks.pages.curves import Curves
+from millrace.tasks.reporting.curves import Curves
 
 METRICS = 60  # figures of an iteration beside those that are named
 FIGURE = 1 / 7  # what they grow by

@@ -71,7 +71,7 @@ class Megatron:
     """The trainer, one rank; a step reads its batch from a file, as in a run."""
 
     def __init__(self, folder: Path, model: Path, threads: int) -> None:
-        from millrace.connectors.megatron.rank import TrainerRank
+        from millrace.connectors.trainers.megatron.rank import TrainerRank
         from millrace.core.config import RunConfig
 
         self.folder = folder

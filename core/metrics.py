@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millrace.core.accounts.staleness import oldest_versions
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.contracts.task_records import CurriculumRecord, SamplePromptsRecord
-from millrace.core.group_filters import zero_variance
+from millrace.core.hooks.group_filters import zero_variance
 from millrace.core.metric_names import name_part
-from millrace.core.staleness import oldest_versions
 
 MOST_PARTS = 200  # at most so many parts become metrics
 

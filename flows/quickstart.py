@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
-from millrace.connectors.storage.local import keep_fonts_at_home
+from millrace.connectors.host.local_files import keep_fonts_at_home
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config

@@ -9,14 +9,14 @@ from __future__ import annotations
 from prefect import flow
 
 from millrace.core.config import RunConfig
+from millrace.core.config.plan.periodic import evaluates_after
 from millrace.core.errors import ConfigError
-from millrace.core.pipeline.periodic import evaluates_after
 from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
-from millrace.tasks import report
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import publish_supervised
+from millrace.tasks.reporting import report
 from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.supervised.held_out_loss import held_out_loss, held_out_loss_before

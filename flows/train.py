@@ -13,28 +13,28 @@ from typing import Any
 from prefect import Task, flow
 
 from millrace.core.config import RunConfig
+from millrace.core.config.plan.periodic import evaluates_after
+from millrace.core.config.plan.retention import due
 from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.core.errors import ConfigError, only_first_error
-from millrace.core.pipeline.periodic import evaluates_after
-from millrace.core.retention import due
 from millrace.flows.driver.ahead_guard import lower_ahead
 from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
-from millrace.tasks import report
+from millrace.tasks.batching.deferred_groups import receive_deferred
+from millrace.tasks.batching.eager_passes import pass_early
 from millrace.tasks.checkpoint import begins_after, checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.filter import filter_groups
+from millrace.tasks.generation.stored_rollouts import take_rollouts
 from millrace.tasks.publish import publish
+from millrace.tasks.reporting import report
 from millrace.tasks.reward import reward, take_back_failures
 from millrace.tasks.rollout import rollout
 from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
-from millrace.tasks.samples.batch.eager_passes import pass_early
-from millrace.tasks.samples.joined_groups import receive_deferred
 from millrace.tasks.shards.driver import open_evaluation, open_shards
-from millrace.tasks.stored_rollouts import take_rollouts
 from millrace.tasks.stream import Stream
 from millrace.tasks.sync_weights import sync_weights
 from millrace.tasks.train_step import hand_over, train_step

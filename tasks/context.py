@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
-from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import (
@@ -22,9 +23,8 @@ from millrace.core.contracts.task_records import (
     RolloutRecord,
 )
 from millrace.core.contracts.topics import Evaluation
-from millrace.core.pipeline.sharding import WHOLE
-from millrace.core.staleness import VersionRange
-from millrace.tasks.samples.batch.landed_parts import LandedParts
+from millrace.core.sharding import WHOLE
+from millrace.tasks.batching.landed_parts import LandedParts
 from millrace.tasks.stream import STREAMED, Kind, Stream
 
 if TYPE_CHECKING:

@@ -25,10 +25,17 @@ from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
 from millrace.core.contracts.topics import Evaluation
-from millrace.core.evaluation.figures import Answer, by_subset, figures
+from millrace.core.evaluation import Answer, by_subset, figures
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.held_out import (
+    KIND,
+    evaluation_budget,
+    made_of,
+    make_set,
+    places,
+    remove_prompts,
+)
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.held_out import KIND, evaluation_budget, made_of, make_set, places, remove_prompts
 
 log = logging.getLogger(__name__)
 UNSCORED = ("failed", "timed_out")

@@ -21,6 +21,7 @@ from prefect import task
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import way_out
+from millrace.core.accounts.lineage import NOTHING_GENERATED
 from millrace.core.algorithms.credit import SampleCredit, load_libraries
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
@@ -28,29 +29,28 @@ from millrace.core.contracts.ids import iteration_number, rollout_of, sample_id
 from millrace.core.contracts.sample import JudgedSample, Verdict
 from millrace.core.contracts.task_records import FilterRecord
 from millrace.core.errors import BudgetError
-from millrace.core.group_filters import KINDS, Judgement
-from millrace.core.lineage import NOTHING_GENERATED
-from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import kill_point
-from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.batch.credited import (
+from millrace.core.hooks.group_filters import KINDS, Judgement
+from millrace.tasks.batching.batch_selection import until_cut, until_filled
+from millrace.tasks.batching.credited import (
     CREDIT_TIMEOUT_S,
     chunk_rows,
     credited,
     read_chosen,
     sample_ids,
 )
-from millrace.tasks.samples.batch.kept_groups import (
+from millrace.tasks.batching.deferred_groups import is_cut
+from millrace.tasks.batching.judged_groups import Judging
+from millrace.tasks.batching.kept_groups import (
     KeptGroups,
     batch_pieces,
     check_ages,
     with_reused,
 )
-from millrace.tasks.samples.batch.reused_groups import REUSED, read_reused, reused_samples
-from millrace.tasks.samples.choosing import until_cut, until_filled
-from millrace.tasks.samples.joined_groups import is_cut
-from millrace.tasks.samples.judging import Judging
-from millrace.tasks.samples.scored_group import ScoredGroup
+from millrace.tasks.batching.reused_groups import REUSED, read_reused, reused_samples
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import kill_point
+from millrace.tasks.run_recorded import may_help
+from millrace.tasks.scoring.scored_group import ScoredGroup
 
 
 @task(name="filter", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)

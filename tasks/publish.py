@@ -17,9 +17,8 @@ from millrace.connectors.storage.files import recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, manifest_from_records
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import read_parts
-from millrace.core.account.account import Account
-from millrace.core.account.count import COLUMNS, account_of
-from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
+from millrace.core.accounts.account import Account
+from millrace.core.accounts.token_counts import COLUMNS, account_of
 from millrace.core.contracts.task_records import (
     EvaluatedMetrics,
     FilterRecord,
@@ -29,7 +28,8 @@ from millrace.core.contracts.task_records import (
     StepMetrics,
 )
 from millrace.core.errors import only_first_error
-from millrace.core.group_filters import ZERO_VARIANCE
+from millrace.core.evaluation_names import evaluation_metrics, held_out_metrics
+from millrace.core.hooks.group_filters import ZERO_VARIANCE
 from millrace.core.metrics import (
     curriculum_metrics,
     group_metrics,
@@ -40,11 +40,11 @@ from millrace.core.metrics import (
     staleness_metrics,
     teacher_metrics,
 )
-from millrace.tasks import report
+from millrace.tasks.batching.account import carried_to, check_closes
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
+from millrace.tasks.reporting import report
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.account import carried_to, check_closes
 
 READ = {  # columns of parts for the account and the metrics. Tokens and log-probabilities stay in storage
     "rollouts": [*COLUMNS["rollouts"], "source", "response_length", "turns"],

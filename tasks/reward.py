@@ -29,12 +29,12 @@ from millrace.core.contracts.sample import AskedAbout, ScoredSample, Scoring, Un
 from millrace.core.contracts.task_records import RewardRecord
 from millrace.core.errors import CorruptFileError
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.failures import FailureBudget
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.scoring import Score, score, score_group, scored_as_one, scored_by_group
-from millrace.tasks.samples.scoring_units import ScoringUnits
-from millrace.tasks.samples.teaching import Taught, ask_teacher
+from millrace.tasks.scoring.scoring import Score, score, score_group, scored_as_one, scored_by_group
+from millrace.tasks.scoring.scoring_units import ScoringUnits
+from millrace.tasks.scoring.teacher_scores import Taught, ask_teacher
 
 OUTCOME = ["sample_id", "scoring", "reason"]  # columns
 UNSCORED: tuple[Scoring, ...] = ("failed", "timed_out")

@@ -27,16 +27,16 @@ from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import FileRecord, RolloutRecord
 from millrace.core.contracts.turns import TurnRow
+from millrace.tasks.batching.deferred_groups import is_cut, read_cut, write_deferred
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.answers import Answers, sample_row
+from millrace.tasks.generation.failures import FailureBudget
+from millrace.tasks.generation.part_writer import WAIT_S, PartWriter
+from millrace.tasks.generation.sessions.rollout_record import stored_events
+from millrace.tasks.generation.sessions.runner import MadeSample, session_task
+from millrace.tasks.generation.single_samples import SampleGenerator
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.answers import Answers, sample_row
-from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.generation import SampleGenerator
-from millrace.tasks.samples.joined_groups import is_cut, read_cut, write_deferred
-from millrace.tasks.samples.part_writer import WAIT_S, PartWriter
-from millrace.tasks.sessions.record import stored_events
-from millrace.tasks.sessions.runner import MadeSample, session_task
 
 SEGMENTS_WAIT_S = 1.0  # segments of unfinished answers wait this long: few parts, and nobody waits for them
 FAILURE = ["sample_id", "status", "reason"]  # columns

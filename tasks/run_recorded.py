@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 
 from prefect import Task
 
+from millrace.connectors.host.local_files import library_log
 from millrace.connectors.prefect.record_storage import kept_at
 from millrace.connectors.storage.files import recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path, way_out
-from millrace.connectors.storage.local import library_log
 from millrace.core.errors import (
     LASTING,
     ActorLostError,

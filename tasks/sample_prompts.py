@@ -13,16 +13,16 @@ from collections import Counter
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.core.buffer.buffer import Buffer, reach
-from millrace.core.buffer.choice import chosen
+from millrace.core.accounts.buffer import Buffer, reach
+from millrace.core.accounts.buffer_choice import chosen
+from millrace.core.accounts.ledger import Draw
+from millrace.core.accounts.selection import drawn
+from millrace.core.accounts.source_parts import source_and_level
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import group_id, prompt_id
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined
 from millrace.core.contracts.sample import DrawnGroup
 from millrace.core.contracts.task_records import CurriculumRecord, ReusedGroup, SamplePromptsRecord
-from millrace.core.curriculum.parts import source_and_level
-from millrace.core.ledger import Draw
-from millrace.core.pipeline.selection import drawn
 from millrace.core.plain_text import json_text
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import Read

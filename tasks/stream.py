@@ -16,7 +16,7 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
 from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
 from millrace.core.waits.heartbeat import beat
-from millrace.tasks.samples.scored_group import ScoredGroup
+from millrace.tasks.scoring.scored_group import ScoredGroup
 
 Kind = Literal["rollouts", "turns", "rewards", "evaluations"]
 STREAMED: tuple[Kind, ...] = ("rollouts", "rewards")  # other tasks wait for parts of these kinds

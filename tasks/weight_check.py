@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 
-from millrace.connectors.sglang.client import EngineClient, idle
+from millrace.connectors.engines.sglang.client import EngineClient, idle
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.errors import WeightsDifferError
-from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 
 TEXTS = (

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.answers.engines import PROMPT
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.host.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import DrawnGroup
-from millrace.core.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.answers import generated_sample
 from millrace.tasks.rollout import row_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.answers import generated_sample
 from millrace.tasks.stream import Stream
 
 GROUP = 8

@@ -25,7 +25,7 @@ from benchmarks.answers.engines import engines
 from benchmarks.answers.generating import GROUP, as_a_driver, context, generate
 from benchmarks.kept import RESULTS
 from millrace.connectors.storage.parts import read_parts
-from millrace.core.pipeline.sharding import Share
+from millrace.core.sharding import Share
 
 OUT = RESULTS / "cpu" / "data_plane_shards.json"
 WARM_UP = 4  # groups that each shard makes before the clock starts

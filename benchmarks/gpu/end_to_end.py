@@ -38,10 +38,10 @@ import yaml
 from benchmarks.gpu.checkpoint import MIB, dd
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, model_folder, versions
 from benchmarks.whole_runs.iteration_overhead import iteration_split
-from millrace.connectors.megatron.checkpoint.background import FILES
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.trainers.megatron.checkpoint.background import FILES
 from tests.support.ctrl_c import heed_ctrl_c
 
 SAMPLE_S = 0.1
@@ -105,7 +105,7 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, length: in
         **({"checkpoint": {"every": options.save_every}} if options.save_every else {}),
     )
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
-    millrace = [sys.executable, "-m", "millrace.flows.cli"]
+    millrace = [sys.executable, "-m", "millrace.flows.commands"]
     environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
     run = RunFolder(str(folder / "runs"), name)
     with Busy() as busy:

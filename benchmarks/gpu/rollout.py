@@ -23,10 +23,10 @@ import aiohttp
 import orjson
 
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, model_folder, versions
-from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.fleet import Fleet
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
-from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import rollout
 from millrace.tasks.runtime.runtime import Runtime

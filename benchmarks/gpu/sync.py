@@ -31,7 +31,7 @@ from benchmarks.gpu.shapes import (
     versions,
     weight_bytes,
 )
-from millrace.core.staleness import VersionRange
+from millrace.core.accounts.staleness import VersionRange
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime

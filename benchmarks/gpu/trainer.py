@@ -80,7 +80,7 @@ class Millrace:
         self, model: Path, scratch: Path, tokens: int, recompute: str, *, saves: bool = False
     ) -> None:
         """saves: whether checkpoints will be written in the background, for which the rank takes memory at its start."""
-        from millrace.connectors.megatron.rank import TrainerRank
+        from millrace.connectors.trainers.megatron.rank import TrainerRank
         from millrace.core.config import RunConfig
 
         self.scratch, self.version = scratch, 0

@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.batch_rows import batch_row, write_batch
 from benchmarks.gpu.shapes import command_line
-from millrace.connectors.megatron.model.attention import PackedAttention
-from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.trainers.megatron.model.attention import PackedAttention
+from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.contracts.step_request import StepRequest
 
 PROMPT, PACK = 64, 16384

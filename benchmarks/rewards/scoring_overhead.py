@@ -23,7 +23,7 @@ from math_verify import parse, verify
 from benchmarks.rewards.graded_answers import GROUP, KINDS
 from millrace.core.config import RunConfig
 from millrace.tasks.runtime.scoring import Scoring
-from millrace.tasks.samples.scoring import score
+from millrace.tasks.scoring.scoring import score
 
 WORDS = "so 3 of 4 words " * 50
 

@@ -42,7 +42,7 @@ def main() -> None:
         folder = Path(name)
         root = options.root or str(folder / "runs")
         prepare(folder, root, options.iterations)
-        millrace = [sys.executable, "-m", "millrace.flows.cli"]
+        millrace = [sys.executable, "-m", "millrace.flows.commands"]
         environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
         try:
             subprocess.run([*millrace, "train", "run.yaml"], cwd=folder, env=environment, check=True)

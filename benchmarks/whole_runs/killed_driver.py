@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import psutil
 
-from millrace.connectors.embedded.door import KEY
-from millrace.connectors.storage.local import log_folder
+from millrace.connectors.engines.embedded.door import KEY
+from millrace.connectors.host.local_files import log_folder
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, RunFolder
 from millrace.connectors.storage.store import Store
 
-EMBEDDED = "millrace.connectors.embedded"
+EMBEDDED = "millrace.connectors.engines.embedded"
 DECODED = re.compile(r"Decode batch.*?#running-req:\s*(\d+).*?#token:\s*(\d+)")  # a line of SGLang's log
 LOGGED_S = 1.0  # SGLang writes one after 40 steps
 POLL_S = 0.1

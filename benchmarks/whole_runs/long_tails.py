@@ -218,7 +218,7 @@ def _planned(options: argparse.Namespace, model: Path, folder: Path, mode: str) 
 
 def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> dict[str, Any]:
     (folder / f"{mode}.yaml").write_text(yaml.safe_dump(_settings(options, model, folder, mode)))
-    millrace = [sys.executable, "-m", "millrace.flows.cli"]
+    millrace = [sys.executable, "-m", "millrace.flows.commands"]
     environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": with_this_folder()}
     run = RunFolder(str(folder / "runs"), mode)
     with contextlib.ExitStack() as stack:

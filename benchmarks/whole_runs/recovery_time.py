@@ -31,7 +31,7 @@ from rich.table import Table
 from millrace.connectors.huggingface.tiny import build_tiny_model
 
 PHASES = ("find", "build", "load", "replay", "sync", "start", "ready")
-MILLRACE = [sys.executable, "-m", "millrace.flows.cli"]
+MILLRACE = [sys.executable, "-m", "millrace.flows.commands"]
 
 
 def main() -> None:

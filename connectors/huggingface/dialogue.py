@@ -17,7 +17,7 @@ from millrace.connectors.huggingface.trained_turns import pieces
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.trained_messages import for_template
 from millrace.core.errors import ConfigError
-from millrace.core.model_folder.chat_templates import TemplateRefusedError
+from millrace.core.families.chat_templates import TemplateRefusedError
 from millrace.core.sessions.interface import ToolCall, Turn
 
 SHOWN = 400  # tokens of the prompt's end, in which the parser sees what the template has already opened

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.contracts.rows.prompts import Prompt
-from millrace.core.model_folder.chat_templates import renderer
-from millrace.core.model_folder.tokenizer_file import load_tokenizer_file
+from millrace.core.families.chat_templates import renderer
+from millrace.core.families.tokenizer_file import load_tokenizer_file
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -12,7 +12,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from millrace.connectors.storage.local import home, write_whole
+from millrace.connectors.host.local_files import home, write_whole
 
 READ_FILES = ("config.json", "tokenizer_config.json")
 LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "mistral-common", "torch")

@@ -18,8 +18,8 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
+from millrace.connectors.host.page_policy import Application, OwnAddressesOnly, Receive, Send
 from millrace.connectors.mlflow.server import LOGIN
-from millrace.connectors.storage.exclusive.page_policy import Application, OwnAddressesOnly, Receive, Send
 
 OPEN = "/health"
 ASSISTANT = "/mlflow/assistant"

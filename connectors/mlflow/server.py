@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from millrace.connectors.storage.exclusive.local_server import LocalServer
+from millrace.connectors.host.local_server import LocalServer
 
 USUAL_PORT = 5000
 LOGIN = "MILLRACE_MLFLOW_LOGIN"  # the process's environment variable for the login, `user:password`

@@ -16,14 +16,14 @@ from functools import wraps
 from pathlib import Path, PurePosixPath
 from typing import Any, Concatenate, ParamSpec, cast
 
+from millrace.connectors.host.local_files import home, locked
+from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.mlflow.server import SQLITE, local_page
-from millrace.connectors.storage.local import home, locked
-from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.core.contracts.progress import waiting
-from millrace.core.contracts.tracker import flat
 from millrace.core.errors import MillraceError, TrackerError
 from millrace.core.metric_names import portable_name
 from millrace.core.plain_text import whole
+from millrace.core.tracker import flat
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

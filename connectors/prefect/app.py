@@ -20,7 +20,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from millrace.connectors.storage.exclusive.page_policy import (
+from millrace.connectors.host.page_policy import (
     Application,
     Message,
     OwnAddressesOnly,
@@ -154,11 +154,11 @@ def main() -> None:
     from prefect.logging.configuration import setup_logging
     from prefect.server.api.server import create_app
 
+    from millrace.connectors.host.garbage import use_few_heaps
     from millrace.connectors.prefect.garbage import collect_between_requests
     from millrace.connectors.prefect.patches import look_for_work_less_often
     from millrace.connectors.prefect.retention import bound_page_caches, keep_newest
     from millrace.connectors.prefect.server import AUTH, kept_iterations
-    from millrace.core.garbage import use_few_heaps
 
     setup_logging()
     use_few_heaps()

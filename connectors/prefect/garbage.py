@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from prefect.server.database.configurations import ENGINES
 
-from millrace.core.garbage import collect_garbage, give_back_memory
+from millrace.connectors.host.garbage import collect_garbage, give_back_memory
 
 EVERY_S = 5.0
 GIVE_BACK_EVERY = 12  # rounds between full collections, which also return free memory to the host

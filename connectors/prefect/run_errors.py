@@ -10,7 +10,7 @@ import logging
 
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from millrace.connectors.storage.local import home, is_full
+from millrace.connectors.host.local_files import home, is_full
 from millrace.core.errors import MillraceError, first_error
 
 TASK_RUNS, FLOW_RUNS = "prefect.task_runs", "prefect.flow_runs"

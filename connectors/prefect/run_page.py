@@ -16,7 +16,7 @@ from prefect.context import TagsContext
 from prefect.logging.handlers import APILogHandler
 
 from millrace.connectors.prefect.server import LOGGERS
-from millrace.core.contracts.tracker import with_run_tags
+from millrace.core.tracker import with_run_tags
 
 Kind = Literal["markdown", "image", "progress"]
 

@@ -13,8 +13,8 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from millrace.connectors.storage.exclusive.local_server import LocalServer
-from millrace.connectors.storage.local import home, secret_file, whole_number
+from millrace.connectors.host.local_files import home, secret_file, whole_number
+from millrace.connectors.host.local_server import LocalServer
 from millrace.core.contracts.progress import starting
 from millrace.core.errors import ConfigError, MillraceError
 

@@ -18,15 +18,15 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
 
+from millrace.connectors.host.local_files import keep_private
+from millrace.connectors.host.own_addresses import reach_own_directly
 from millrace.connectors.ray.answers import answer
 from millrace.connectors.ray.client import connection
 from millrace.connectors.ray.cluster import asked
 from millrace.connectors.ray.placement import Place
-from millrace.connectors.storage.local import keep_private
-from millrace.core.contracts.own_code import EXPECTED, expected
 from millrace.core.contracts.references import variables
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
-from millrace.core.own_addresses import reach_own_directly
+from millrace.core.hooks.own_code import EXPECTED, expected
 from millrace.core.plain_text import take_any_text
 from millrace.core.waits.deadline import USUAL, Limit, progressing
 from millrace.core.waits.heartbeat import beat, pulse

@@ -24,20 +24,20 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from millrace.connectors.ray import client, head_folder, head_token, head_watch, task_processes
-from millrace.connectors.storage.exclusive.recorded_processes import (
-    find_process,
-    is_alive,
-    read_record,
-    send_signal,
-)
-from millrace.connectors.storage.local import (
+from millrace.connectors.host.local_files import (
     PRIVATE_UMASK,
     home,
     library_log,
     locked,
     write_whole,
 )
+from millrace.connectors.host.recorded_processes import (
+    find_process,
+    is_alive,
+    read_record,
+    send_signal,
+)
+from millrace.connectors.ray import client, head_folder, head_token, head_watch, task_processes
 from millrace.core.contracts.progress import starting
 from millrace.core.errors import ActorLostError, MillraceError
 

@@ -7,7 +7,7 @@ import os
 import secrets
 from pathlib import Path
 
-from millrace.connectors.storage.local import PRIVATE_FOLDER, home
+from millrace.connectors.host.local_files import PRIVATE_FOLDER, home
 from millrace.core.errors import ConfigError
 
 SOCKET_BYTES = 107  # Linux's bound on a socket's path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from millrace.connectors.storage.local import home, secret_file
+from millrace.connectors.host.local_files import home, secret_file
 
 AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN = "ray-token"  # in MILLRACE_HOME

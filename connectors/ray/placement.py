@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from millrace.connectors.ray.cluster import asked
 from millrace.core.config import RunConfig
+from millrace.core.config.plan.resource_layout import ResourceLayout, resource_layout
 from millrace.core.errors import ActorLostError, ConfigError
-from millrace.core.resource_layout import ResourceLayout, resource_layout
 
 log = logging.getLogger(__name__)
 GROUP = "seats"  # its name within the run's namespace

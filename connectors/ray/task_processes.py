@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.core.own_addresses import has_proxy, reach_directly, reach_own_directly
+from millrace.connectors.host.own_addresses import has_proxy, reach_directly, reach_own_directly
 
 IMPORTS = "MILLRACE_IMPORTS"  # environment variable of a process for tasks: names of modules
 SET_UP = {"worker_process_setup_hook": f"{__name__}.set_up"}  # called in every process of a run

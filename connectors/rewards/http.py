@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.connectors.rewards.posting import UnreadableError, post
-from millrace.core.hooks import RewardInput
-from millrace.core.rewards.reward_key import under_reward
+from millrace.connectors.http.posting import UnreadableError, post
+from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.slime.reward_key import under_reward
 
 
 async def http(

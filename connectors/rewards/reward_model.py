@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from millrace.connectors.rewards.posting import EXCERPT, UnreadableError, post
+from millrace.connectors.http.posting import EXCERPT, UnreadableError, post
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import RewardInput, RewardResult
-from millrace.core.model_folder.chat_templates import TemplateLimitError, apply_template
-from millrace.core.slime.sample import tokenizer as load_tokenizer
+from millrace.core.families.chat_templates import TemplateLimitError, apply_template
+from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.slime.sample import tokenizer as load_tokenizer
 
 PATHS = {"sglang": "/classify", "vllm": "/pooling", "tei": "/predict"}
 TRANSFORMS = ("none", "sigmoid")

@@ -20,8 +20,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from millrace.connectors.host.local_files import FULL
 from millrace.connectors.storage.injected import injected
-from millrace.connectors.storage.local import FULL
 from millrace.core.errors import MissingFileError, StorageError
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeVar
 import fsspec
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from millrace.connectors.storage import local
+from millrace.connectors.host import local_files as local
+from millrace.connectors.storage import conditional
 from millrace.connectors.storage.changes import CHANGES
-from millrace.connectors.storage.exclusive import conditional
 from millrace.connectors.storage.faults import retried
 from millrace.core.contracts.relative_path import inside, leaves
 from millrace.core.contracts.task_records import FileRecord

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from millrace.connectors.storage import local
-from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
+from millrace.connectors.host import local_files as local
+from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.connectors.storage.faults import retried
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, LeaseHeldError, MissingFileError, StorageError

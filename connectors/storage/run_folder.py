@@ -16,8 +16,8 @@ from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.outcomes import outcomes
 from millrace.connectors.storage.manifests.summaries import EVERY, Committed, Summaries
 from millrace.connectors.storage.store import Store
+from millrace.core.accounts.history import IterationHistory
 from millrace.core.contracts import schema
-from millrace.core.contracts.history import IterationHistory
 from millrace.core.contracts.ids import iteration_number, run_identity
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, of_run
 from millrace.core.plain_text import json_text

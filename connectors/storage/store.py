@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from millrace.connectors.storage import local, tables
+from millrace.connectors.host import local_files as local
+from millrace.connectors.storage import tables
 from millrace.connectors.storage.files import (
     FileEntry,
     Files,

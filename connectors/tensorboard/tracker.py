@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.storage.local import home
-from millrace.core.contracts.tracker import flat
+from millrace.connectors.host.local_files import home
 from millrace.core.errors import ConfigError
 from millrace.core.plain_text import whole
+from millrace.core.tracker import flat
 
 PNG_SIZE = slice(16, 24)  # width and height, big-endian, in a PNG's header
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, cast
 
-from millrace.connectors.storage.local import home
-from millrace.core.contracts.tracker import flat
+from millrace.connectors.host.local_files import home
 from millrace.core.errors import ConfigError, MillraceError, TrackerError
+from millrace.core.tracker import flat
 
 P = ParamSpec("P")
 

@@ -23,7 +23,7 @@ Figures = dict[str, tuple[Tensor, Tensor]]
 def age_metrics(ages: Tensor, mask: Tensor) -> Figures:
     """Mean age, and the share of tokens of age 0, on which engine and trainer must agree.
 
-    ages, mask [N]; ages as of millrace.core.staleness.token_ages.
+    ages, mask [N]; ages as of millrace.core.accounts.staleness.token_ages.
     """
     on = mask.bool()
     count = on.sum().float()

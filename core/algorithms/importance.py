@@ -4,7 +4,7 @@ Owns the weights w = pi_old / pi_rollout, their bounds, rejection and metrics; k
 Where pi_old is the trainer before the iteration (the proximal policy), w times a loss that is clipped around pi_old is
 decoupled PPO, see millrace.core.algorithms.objective.
 Nothing here carries a gradient. The weights are right only if the rollout log-probabilities belong to the
-distribution that was sampled; millrace.core.config.rules.algorithm.truncated_sampling refuses other configurations.
+distribution that was sampled; millrace.core.config.algorithm.rules.truncated_sampling refuses other configurations.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def opsm(
 
 
 def too_old(ages: Tensor, mask: Tensor, *, oldest: int) -> Tensor:
-    """Bool [N]: unmasked tokens of more than `oldest` published versions. ages [N] as of millrace.core.staleness.token_ages."""
+    """Bool [N]: unmasked tokens of more than `oldest` published versions. ages [N] as of millrace.core.accounts.staleness.token_ages."""
     return (ages > oldest) & mask.bool()
 
 

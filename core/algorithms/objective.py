@@ -25,10 +25,10 @@ from millrace.core.algorithms import importance, losses
 from millrace.core.algorithms.aggregate import denominator, reduce, sample_weights, undivided_weights
 from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.packed import clean, upcast
-from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
+from millrace.core.contracts.token_batch import TokenBatch
 from millrace.core.errors import TrainerError
-from millrace.core.hooks import call_function, load_function
+from millrace.core.hooks.functions import call_function, load_function
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
-from millrace.core.model_folder.served_files import ALONE, Served
+from millrace.core.families.served_files import ALONE, Served
 
 # This header says how many of a request's last input ids are output of the same answer, generated before. It is no field of the
 # request because sglang-router drops unknown fields but passes headers with this prefix. SGLang does not read it: its noise

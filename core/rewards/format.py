@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.hooks.functions import RewardInput, RewardResult
 from millrace.core.rewards.forms import bound
 from millrace.core.rewards.math import last_boxed
 from millrace.core.rewards.scoring import read_score

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import RewardInput, RewardResult, module_and_name
+from millrace.core.hooks.functions import RewardInput, RewardResult, module_and_name
 from millrace.core.rewards.forms import awaited_answer_of, bound
 from millrace.core.rewards.scoring import read_score
 

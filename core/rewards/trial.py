@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from millrace.core.errors import described
-from millrace.core.hooks import load
+from millrace.core.hooks.functions import load
 from millrace.core.rewards import scoring
 from millrace.core.rewards.forms import answer_of, reward_of
 

@@ -1,6 +1,6 @@
 """Lowers how far a run goes ahead if the correction weights degenerate (pipeline.min_ess).
 
-Owns that the decision is in run.json before an iteration is drawn under it. millrace.core.staleness makes the decision.
+Owns that the decision is in run.json before an iteration is drawn under it. millrace.core.accounts.staleness makes the decision.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import asyncio
 import logging
 
 from millrace.connectors.storage.run_folder import DRAWN
+from millrace.core.accounts.staleness import LOW_IN_A_ROW, Ahead, lowered
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.staleness import LOW_IN_A_ROW, Ahead, lowered
 from millrace.flows.tools.browse import spans_of
 from millrace.tasks.runtime.runtime import Runtime
 

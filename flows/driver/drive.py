@@ -19,6 +19,10 @@ from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
+from millrace.connectors.host.garbage import collect_whole_when_asked, use_few_heaps
+from millrace.connectors.host.local_files import bound_logs, keep_private, log_folder
+from millrace.connectors.host.own_addresses import reach_own_directly
+from millrace.connectors.host.own_folders import remove_dead_folders
 from millrace.connectors.prefect.flow_run_state import (
     cancel_ended,
     cancel_interrupted,
@@ -32,14 +36,10 @@ from millrace.connectors.prefect.server import keep_server
 from millrace.connectors.prefect.slow_answers import say_when_prefect_is_slow
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.lease import Lease, duration_s
-from millrace.connectors.storage.local import bound_logs, keep_private, log_folder
-from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.connectors.storage.takeovers import take_over
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
-from millrace.core.contracts.own_code import expect
 from millrace.core.contracts.progress import waiting
-from millrace.core.contracts.tracker import run_tags
 from millrace.core.errors import (
     ConfigError,
     LeaseHeldError,
@@ -48,10 +48,10 @@ from millrace.core.errors import (
     StorageError,
     may_pass,
 )
-from millrace.core.garbage import collect_whole_when_asked, use_few_heaps
-from millrace.core.hooks import call_function, search_in
-from millrace.core.own_addresses import reach_own_directly
+from millrace.core.hooks.functions import call_function, search_in
+from millrace.core.hooks.own_code import expect
 from millrace.core.plain_text import take_any_text
+from millrace.core.tracker import run_tags
 from millrace.core.waits.deadline import in_own_thread
 from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, interrupted_by, on_signal

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.rollout import Tool
-from millrace.core.contracts.own_code import hash_of, source_of
-from millrace.core.hooks import load, module_and_name
+from millrace.core.hooks.functions import load, module_and_name
+from millrace.core.hooks.own_code import hash_of, source_of
 from millrace.core.rewards.selection import all_rewards, comparisons
 from millrace.core.sessions.selection import rollout_functions
 

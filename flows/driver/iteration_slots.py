@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 from prefect import Flow
 
+from millrace.connectors.host.garbage import collect_between_iterations
 from millrace.connectors.prefect.flow_run_state import count_apart
 from millrace.connectors.prefect.run_page import untagged
 from millrace.connectors.ray.task_runs import JoinedRayTaskRunner
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import only_first_error
-from millrace.core.garbage import collect_between_iterations
-from millrace.core.pipeline.sharding import in_shards
+from millrace.core.sharding import in_shards
 from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
 from millrace.core.waits.heartbeat import beat
 

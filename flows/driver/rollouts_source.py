@@ -1,6 +1,6 @@
 """The run whose stored rollouts another run trains on (pipeline.rollouts_from): whether it fits, and how the other run starts.
 
-Knows nothing of how the rollouts are taken; `millrace.tasks.stored_rollouts` does that.
+Knows nothing of how the rollouts are taken; `millrace.tasks.generation.stored_rollouts` does that.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.plan.layout import layout_of, visible_gpus
 from millrace.core.errors import ConfigError, MissingFileError
-from millrace.core.model_folder.tensors import stored_type
+from millrace.core.families.tensors import stored_type
 from millrace.flows.tools.browse import settings_of
 
 DType = Literal["float32", "bfloat16"]

@@ -14,26 +14,26 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.sglang.server_args import option_problems
+from millrace.connectors.engines.sglang.server_args import option_problems
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.problems import Problem, nearest
-from millrace.core.config.reward import RewardFunction
-from millrace.core.config.rollout import Tool
-from millrace.core.config.rules.passthrough import (
+from millrace.core.config.passthrough_rules import (
     ROUTER_OWNED,
     ROUTER_REFUSED,
     SGLANG_ELSEWHERE,
     SGLANG_OWNED,
     SGLANG_REFUSED,
 )
+from millrace.core.config.reward import RewardFunction
+from millrace.core.config.rollout import Tool
 from millrace.core.errors import ConfigError, remedy_of
-from millrace.core.hooks import hidden_module, load, written_for_slime
+from millrace.core.hooks.functions import hidden_module, load, written_for_slime
+from millrace.core.hooks.slime.arguments import OF_A_ROLLOUT, OF_SCORING, run_arguments
+from millrace.core.hooks.slime.generate import form_of
+from millrace.core.hooks.slime.names import WHOLE_ROLLOUT, missing, refusal
+from millrace.core.hooks.slime.source import reads_of
 from millrace.core.rewards.selection import all_rewards, comparisons
 from millrace.core.sessions.selection import rollout_functions
-from millrace.core.slime.arguments import OF_A_ROLLOUT, OF_SCORING, run_arguments
-from millrace.core.slime.generate import form_of
-from millrace.core.slime.names import WHOLE_ROLLOUT, missing, refusal
-from millrace.core.slime.source import reads_of
 
 ROUTER = ("router_args.py",)
 ROLLOUTS, FILTER = "rollout.session.function", "filter.group_filter"  # fields that accept slime's signature

@@ -17,13 +17,12 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from millrace.connectors.engines.sglang.client import keeps_requests
+from millrace.connectors.engines.sglang.launch import ROUTER_MISSING
+from millrace.connectors.engines.sglang.server_args import UNTOLD, server_args, sglang_finds
+from millrace.connectors.host.local_files import home
 from millrace.connectors.ray import head_folder
-from millrace.connectors.sglang.client import keeps_requests
-from millrace.connectors.sglang.launch import ROUTER_MISSING
-from millrace.connectors.sglang.server_args import UNTOLD, server_args, sglang_finds
-from millrace.connectors.storage.local import home
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.core.architecture import Architecture
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.plan import (
@@ -34,9 +33,10 @@ from millrace.core.config.plan import (
     visible_gpus,
     weights_on_disk,
 )
+from millrace.core.config.plan.resource_layout import resource_layout
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import ConfigError, remedy_of
-from millrace.core.resource_layout import resource_layout
+from millrace.core.families.architecture import Architecture
 
 CONNECT_S = 1.0
 

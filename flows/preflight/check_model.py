@@ -13,21 +13,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.connectors.http.posting import RemoteRewardError
 from millrace.connectors.huggingface.hub import GET, is_named
 from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder
-from millrace.connectors.rewards.posting import RemoteRewardError
-from millrace.connectors.rewards.served_teacher import FIELD as TEACHER
-from millrace.connectors.rewards.served_teacher import ServedTeacher
-from millrace.connectors.rewards.teacher_tokenizer import UnprovenError, differing_text
-from millrace.core.architecture import Architecture, architecture
+from millrace.connectors.teachers.served_teacher import FIELD as TEACHER
+from millrace.connectors.teachers.served_teacher import ServedTeacher
+from millrace.connectors.teachers.teacher_tokenizer import UnprovenError, differing_text
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options import stages
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import ConfigError, StorageError, remedy_of
-from millrace.core.model_folder.chat_templates import TemplateLimitError
-from millrace.core.model_folder.config_file import read_hf_config
-from millrace.core.model_folder.tensors import weight_tensors
+from millrace.core.families.architecture import Architecture, architecture
+from millrace.core.families.chat_templates import TemplateLimitError
+from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.tensors import weight_tensors
 from millrace.flows.driver.named_model import model_here
 from millrace.flows.driver.weights_type import DType, of_new_run, stored_as
 

@@ -12,7 +12,7 @@ from typing import Any
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.restart import decided
-from millrace.core.config.rules.secrets import is_replaced
+from millrace.core.config.secret_rules import is_replaced
 from millrace.core.contracts.references import blocks, pass_on, references, remedy
 from millrace.core.errors import ConfigError
 

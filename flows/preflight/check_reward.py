@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from millrace.connectors.workers.pool import Outcome, WorkerPool
+from millrace.connectors.user_code.pool import Outcome, WorkerPool
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.references import scrubbed

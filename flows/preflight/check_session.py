@@ -12,7 +12,7 @@ from typing import Any
 from millrace.connectors.huggingface.dialogues import Follows, dialogues
 from millrace.connectors.huggingface.response_templates import template_for
 from millrace.connectors.huggingface.suffix import Message, Render, first_difference
-from millrace.connectors.workers.mcp_tools import server_schemas
+from millrace.connectors.user_code.mcp_tools import server_schemas
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.rollout import McpTools, Session
 from millrace.core.contracts.rows.prompts import PromptRow

@@ -8,7 +8,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from millrace.connectors.sglang.server_args import UNTOLD, server_args, sglang_finds
+from millrace.connectors.engines.sglang.server_args import UNTOLD, server_args, sglang_finds
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.flows.preflight.tested_versions import EXACT, SHOWN, TESTED, TESTED_SGLANG

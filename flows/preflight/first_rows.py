@@ -19,7 +19,7 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.own_sampling import SAMPLING
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, far_too_long, refuse, too_long
 from millrace.core.errors import MillraceError, MissingColumnError
-from millrace.core.model_folder.tokenizer_file import before_text_of
+from millrace.core.families.tokenizer_file import before_text_of
 from millrace.flows.preflight.check_model import special_tokens
 from millrace.tasks.data.own_rows import OwnRows
 

@@ -14,8 +14,8 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import iteration_number
+from millrace.core.families.config_file import undeclared_keys
 from millrace.core.logprob_gap import MULTIPLE
-from millrace.core.model_folder.config_file import undeclared_keys
 from millrace.core.rewards.trial import Trial
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_dialogues import trained_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from millrace.connectors.sglang.server_args import PYTHON_PATH, server_args
+from millrace.connectors.engines.sglang.server_args import PYTHON_PATH, server_args
 from millrace.core.config import RunConfig
 from millrace.flows.preflight.check_hooks import hidden_modules
 

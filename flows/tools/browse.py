@@ -17,13 +17,13 @@ from millrace.connectors.storage.lease import holder_of
 from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.accounts.staleness import Ahead
 from millrace.core.config.pipeline import Pipeline
 from millrace.core.config.reading.stored import readable
-from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.errors import ConfigError, MissingFileError, StorageError
+from millrace.core.evaluation_names import evaluation_metrics, held_out_metrics
 from millrace.core.logprob_gap import LogprobGuard
-from millrace.core.staleness import Ahead
 from millrace.flows.tools.listing import Listing
 
 COLUMNS = {

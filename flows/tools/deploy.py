@@ -19,8 +19,8 @@ from millrace.connectors.prefect.server import ensure_server, export_line
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.files import read_files
 from millrace.core.config.reading.load import load_config
-from millrace.core.contracts.tracker import run_tags
 from millrace.core.errors import ConfigError
+from millrace.core.tracker import run_tags
 
 if TYPE_CHECKING:
     from prefect import Flow

@@ -16,16 +16,16 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.ray import cluster
-from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.task_records import EvaluatedSet
 from millrace.core.errors import ConfigError, StorageError
-from millrace.core.evaluation.figures import difference
-from millrace.core.hooks import search_in
+from millrace.core.evaluation import difference
+from millrace.core.hooks.functions import search_in
 from millrace.flows.driver.named_model import at_commit
 from millrace.flows.driver.weights_type import of_new_run
 from millrace.flows.preflight.check import check

@@ -10,14 +10,14 @@ from rich.progress import track
 
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder, open_iterations
-from millrace.core.account.account import FATES, Account
+from millrace.core.accounts.account import FATES, Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import ConfigError, StorageError, of_run
 from millrace.flows.plain_console import PlainConsole
 from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.listing import Listing
-from millrace.tasks.samples.account import open_account, stored_account
+from millrace.tasks.batching.account import open_account, stored_account
 
 COLUMNS = ("iteration", "samples", "generated", "carried", *FATES, "trained_again", "closes")
 PARTS = ("fate", "dropped_by", "version", "tokens")  # columns of one iteration's listing

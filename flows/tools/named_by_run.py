@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator
 
 from millrace.core.config import RunConfig
-from millrace.core.contracts.tracker import flat
+from millrace.core.tracker import flat
 
 OURS = "millrace."
 SGLANG = "engines.sglang."  # some of its options run code: trust_remote_code, custom_weight_loader

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.ray import actors, client, cluster, placement
 from millrace.connectors.storage.checkpoint_files import check_marker
 from millrace.connectors.storage.driven_runs import forget_driven, note_driven
 from millrace.connectors.storage.files import in_threads, recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
-from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig

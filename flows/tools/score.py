@@ -20,15 +20,15 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from millrace.connectors.storage.sources.formats import without_nulls_of_tables
-from millrace.connectors.workers.pool import Outcome, WorkerPool
-from millrace.connectors.workers.process import Limits
+from millrace.connectors.user_code.pool import Outcome, WorkerPool
+from millrace.connectors.user_code.process import Limits
 from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.contracts.rows.messages import message_of
 from millrace.core.contracts.rows.prompts import value_at
 from millrace.core.contracts.sample import split_parts
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks import load, search_in
+from millrace.core.hooks.functions import load, search_in
 from millrace.core.plain_text import json_text, whole_values
 from millrace.core.rewards.code.answer import long_integers
 from millrace.core.rewards.scoring import Scored, score_group, score_sample

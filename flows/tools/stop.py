@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.connectors.prefect.server import ensure_server, server_runs
 from millrace.connectors.ray import actors, cluster, placement
-from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.lease import find_driver
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig

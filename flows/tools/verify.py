@@ -19,17 +19,9 @@ from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.parts import check_note, list_notes
 from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.connectors.storage.store import Store
-from millrace.core.account.count import COLUMNS, account_of
-from millrace.core.buffer.buffer import Buffer
-from millrace.core.config import RunConfig
-from millrace.core.config.data import Source
-from millrace.core.contracts.ids import derived_seed, iteration_number
-from millrace.core.contracts.rows.prompts import SourceFingerprint
-from millrace.core.contracts.sample import columns
-from millrace.core.curriculum.parts import SourcePlan, plan_of
-from millrace.core.errors import DataError, StorageError
-from millrace.core.ledger import Ledger
-from millrace.core.lineage import (
+from millrace.core.accounts.buffer import Buffer
+from millrace.core.accounts.ledger import Ledger
+from millrace.core.accounts.lineage import (
     Drawn,
     Generated,
     Judged,
@@ -40,9 +32,17 @@ from millrace.core.lineage import (
     Trained,
     inconsistencies,
 )
+from millrace.core.accounts.source_parts import SourcePlan, plan_of
+from millrace.core.accounts.token_counts import COLUMNS, account_of
+from millrace.core.config import RunConfig
+from millrace.core.config.data import Source
+from millrace.core.contracts.ids import derived_seed, iteration_number
+from millrace.core.contracts.rows.prompts import SourceFingerprint
+from millrace.core.contracts.sample import columns
+from millrace.core.errors import DataError, StorageError
 from millrace.flows.tools.browse import ahead_of, run_record, settings_of
 from millrace.flows.tools.named_files import named_by_records, strangers
-from millrace.tasks.samples.account import carried_to
+from millrace.tasks.batching.account import carried_to
 
 Row = TypeVar("Row")
 

@@ -11,12 +11,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.connectors.workers.sandbox import SandboxLimits as SandboxLimits
-    from millrace.connectors.workers.sandbox import SandboxOutcome as SandboxOutcome
-    from millrace.connectors.workers.sandbox import SandboxProtections as SandboxProtections
-    from millrace.connectors.workers.sandbox import run_python as run_python
-    from millrace.core.algorithms.token_batch import TokenBatch as TokenBatch
+    from millrace.connectors.user_code.sandbox import SandboxLimits as SandboxLimits
+    from millrace.connectors.user_code.sandbox import SandboxOutcome as SandboxOutcome
+    from millrace.connectors.user_code.sandbox import SandboxProtections as SandboxProtections
+    from millrace.connectors.user_code.sandbox import run_python as run_python
     from millrace.core.config import RunConfig as RunConfig
+    from millrace.core.contracts.token_batch import TokenBatch as TokenBatch
     from millrace.core.errors import BudgetError as BudgetError
     from millrace.core.errors import ConfigError as ConfigError
     from millrace.core.errors import DataError as DataError
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from millrace.core.errors import MillraceError as MillraceError
     from millrace.core.errors import StorageError as StorageError
     from millrace.core.errors import TrainerError as TrainerError
-    from millrace.core.hooks import Advantage as Advantage
-    from millrace.core.hooks import BufferedGroup as BufferedGroup
-    from millrace.core.hooks import BufferFilter as BufferFilter
-    from millrace.core.hooks import DataSource as DataSource
-    from millrace.core.hooks import GroupFilter as GroupFilter
-    from millrace.core.hooks import GroupSample as GroupSample
-    from millrace.core.hooks import Loss as Loss
-    from millrace.core.hooks import Reward as Reward
-    from millrace.core.hooks import RewardInput as RewardInput
-    from millrace.core.hooks import RewardResult as RewardResult
-    from millrace.core.hooks import RewardShaping as RewardShaping
-    from millrace.core.hooks import TeacherHint as TeacherHint
+    from millrace.core.hooks.functions import Advantage as Advantage
+    from millrace.core.hooks.functions import BufferedGroup as BufferedGroup
+    from millrace.core.hooks.functions import BufferFilter as BufferFilter
+    from millrace.core.hooks.functions import DataSource as DataSource
+    from millrace.core.hooks.functions import GroupFilter as GroupFilter
+    from millrace.core.hooks.functions import GroupSample as GroupSample
+    from millrace.core.hooks.functions import Loss as Loss
+    from millrace.core.hooks.functions import Reward as Reward
+    from millrace.core.hooks.functions import RewardInput as RewardInput
+    from millrace.core.hooks.functions import RewardResult as RewardResult
+    from millrace.core.hooks.functions import RewardShaping as RewardShaping
+    from millrace.core.hooks.functions import TeacherHint as TeacherHint
     from millrace.core.sessions.interface import Done as Done
     from millrace.core.sessions.interface import Environment as Environment
     from millrace.core.sessions.interface import LimitReachedError as LimitReachedError
@@ -58,14 +58,14 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 
 _MODULES = {
-    "millrace.connectors.workers.sandbox": [
+    "millrace.connectors.user_code.sandbox": [
         "SandboxLimits",
         "SandboxOutcome",
         "SandboxProtections",
         "run_python",
     ],
     "millrace.core.config": ["RunConfig"],
-    "millrace.core.hooks": [
+    "millrace.core.hooks.functions": [
         "Advantage",
         "BufferFilter",
         "BufferedGroup",
@@ -92,7 +92,7 @@ _MODULES = {
         "ToolError",
         "Turn",
     ],
-    "millrace.core.algorithms.token_batch": ["TokenBatch"],
+    "millrace.core.contracts.token_batch": ["TokenBatch"],
     "millrace.core.errors": [
         "BudgetError",
         "ConfigError",

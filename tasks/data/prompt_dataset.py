@@ -14,13 +14,13 @@ import pyarrow as pa
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.prompts import about_rows, fingerprint, read_source
 from millrace.connectors.storage.store import Store
+from millrace.core.accounts.source_parts import SourcePlan, plan_of
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Data, Source
 from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.contracts import schema
 from millrace.core.contracts.rows.prompts import Quarantined, SourceFingerprint
 from millrace.core.contracts.task_records import FileRecord
-from millrace.core.curriculum.parts import SourcePlan, plan_of
 from millrace.tasks.data.rows import (
     DrawnRows,
     Read,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
+from millrace.connectors.engines.sglang.external import ExternalEngine
+from millrace.connectors.engines.sglang.fleet import Fleet
+from millrace.connectors.engines.sglang.process import EngineServer, RouterServer
 from millrace.connectors.ray import actors, placement
-from millrace.connectors.sglang.external import ExternalEngine
-from millrace.connectors.sglang.fleet import Fleet
-from millrace.connectors.sglang.process import EngineServer, RouterServer
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import EngineHandle, RouterHandle
 from millrace.tasks.runtime.cluster import Cluster

@@ -20,16 +20,16 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
-from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.fleet import Fleet
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import LASTING, TrainerStalledError
 from millrace.core.gpu_owner import Event, GpuOwner, Holder
-from millrace.core.staleness import VersionRange
 from millrace.core.waits.deadline import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.engines import Engines

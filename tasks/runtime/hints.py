@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from millrace.connectors.rewards.served_teacher import FIELD
+from millrace.connectors.teachers.served_teacher import FIELD
 from millrace.core.config import RunConfig
 from millrace.core.contracts.rows.chat_options import chat_options
 from millrace.core.contracts.rows.prompts import Prompt

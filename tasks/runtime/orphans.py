@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.connectors.prefect.server import ensure_server, server_runs
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.driven_runs import DrivenRun, driven_runs, forget_driven
-from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 

@@ -1,6 +1,6 @@
 """The prompts of a run: tokenizer, training data, held-out sets, the ledger over them and the seeds of their samples.
 
-Owns that each is read once. The ledger decides what is drawn (millrace.core.ledger).
+Owns that each is read once. The ledger decides what is drawn (millrace.core.accounts.ledger).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.workers.mcp_tools import tool_schemas
+from millrace.connectors.user_code.mcp_tools import tool_schemas
+from millrace.core.accounts.history import Key
+from millrace.core.accounts.ledger import Ledger
+from millrace.core.accounts.source_parts import part_name
+from millrace.core.accounts.staleness import Ahead
 from millrace.core.config import RunConfig
 from millrace.core.config.evaluation import EvalSet
-from millrace.core.contracts.history import Key
 from millrace.core.contracts.ids import derived_seed, sample_seed
 from millrace.core.contracts.sample import DrawnGroup
-from millrace.core.curriculum.parts import part_name
-from millrace.core.ledger import Ledger
-from millrace.core.staleness import Ahead
 from millrace.tasks.data.prompt_dataset import PromptDataset, PromptSet, load_prompts
 
 DRAWN = ["source", "level", "row", "epoch", "ordinal"]  # columns of prompts.parquet that the ledger needs

@@ -9,15 +9,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
-from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.engines.sglang.process import EngineServer, RouterServer
 from millrace.connectors.ray.actors import Actor, ActorGroup
-from millrace.connectors.sglang.process import EngineServer, RouterServer
+from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.contracts.handles import BroadcastGroup, HeldOutSample, SaveState, ServerState
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import ActorLostError
-from millrace.core.model_folder.served_files import ALONE, Served
+from millrace.core.families.served_files import ALONE, Served
 
 log = logging.getLogger(__name__)
 # after one rank has failed in a step, the others fail too or wait for it in a collective

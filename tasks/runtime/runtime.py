@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 
 from millrace.connectors.prefect.record_storage import RecordStorage, save_record_storage
-from millrace.connectors.rewards.served_teacher import ServedTeacher
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.core.config import RunConfig
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.gpu_memory import GpuMemory

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from millrace.connectors.workers.pool import Outcome, WorkerPool
-from millrace.connectors.workers.process import Limits
+from millrace.connectors.user_code.pool import Outcome, WorkerPool
+from millrace.connectors.user_code.process import Limits
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.progress import starting
@@ -17,7 +17,7 @@ from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
 from millrace.core.rewards.scoring import hint_of, score_group, score_sample
 from millrace.core.rewards.selection import Selected, own_rewards, select
-from millrace.tasks.samples.scoring_batches import Item, ScoringBatches
+from millrace.tasks.scoring.scoring_batches import Item, ScoringBatches
 
 log = logging.getLogger(__name__)
 

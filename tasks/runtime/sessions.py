@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from millrace.connectors.huggingface.dialogue import Dialogues
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.config.rollout import Sampling
-from millrace.core.pipeline.sharding import WHOLE, Share
+from millrace.core.hooks.slime.arguments import run_arguments
 from millrace.core.sessions.interface import Message
-from millrace.core.slime.arguments import run_arguments
+from millrace.core.sharding import WHOLE, Share
+from millrace.tasks.generation.sessions.runner import SessionRunner
+from millrace.tasks.generation.sessions.session_rollout import Opening
+from millrace.tasks.generation.single_samples import SampleGenerator
 from millrace.tasks.runtime.prompts import Prompts
-from millrace.tasks.samples.generation import SampleGenerator
-from millrace.tasks.sessions.runner import SessionRunner
-from millrace.tasks.sessions.session_rollout import Opening
 
 
 class Sessions:

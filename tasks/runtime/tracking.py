@@ -19,9 +19,9 @@ from millrace.connectors.wandb.tracker import WandbTracker
 from millrace.core.config import RunConfig
 from millrace.core.config.tracking import TrackerName
 from millrace.core.contracts.progress import waiting
-from millrace.core.contracts.tracker import Tracker
 from millrace.core.errors import TrackerError
-from millrace.tasks.pages.curves import Curves
+from millrace.core.tracker import Tracker
+from millrace.tasks.reporting.curves import Curves
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.ray import actors
 from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.checkpoint_files import check_marker, set_checkpoint_aside
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import BackgroundSaves, SaveState, TrainerHandle
 from millrace.core.contracts.progress import starting, waiting

@@ -11,7 +11,7 @@ import logging
 import os
 import uuid
 
-from millrace.connectors.storage.own_folders import own_folder, remove_own_folder
+from millrace.connectors.host.own_folders import own_folder, remove_own_folder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle

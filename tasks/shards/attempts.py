@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from prefect import Task
 
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.ray.task_runs import run_on_ray
-from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.parts import list_parts, replace_attempt
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.contracts.topics import Topic
@@ -31,11 +32,10 @@ from millrace.core.errors import (
     EngineStalledError,
     only_first_error,
 )
-from millrace.core.pipeline.sharding import PlacedShare, shares
-from millrace.core.staleness import VersionRange
+from millrace.core.sharding import PlacedShare, shares
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.failures import FailureBudget
 from millrace.tasks.run_recorded import after_tries
-from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.shards.board import (
     CALL_S,
     IMPORTS,

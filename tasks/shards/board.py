@@ -23,17 +23,17 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from millrace.connectors.engines.sglang.dispatcher import EngineAddress
 from millrace.connectors.ray import actors, placement
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.ray.task_runs import NotBegunError, run_on_ray
-from millrace.connectors.sglang.dispatcher import EngineAddress
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.config.placement import is_clients
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.contracts.topics import Topic
 from millrace.core.errors import ActorLostError, MillraceError
-from millrace.core.pipeline.sharding import Share
-from millrace.core.staleness import VersionRange
+from millrace.core.sharding import Share
 from millrace.core.waits.deadline import Limit
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.prompts import Prompts

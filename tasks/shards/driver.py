@@ -15,17 +15,17 @@ from contextvars import copy_context
 from millrace.connectors.ray.task_runs import REMEDY
 from millrace.connectors.storage.files import recorded
 from millrace.connectors.storage.parts import list_parts, read_parts
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
 from millrace.core.contracts.topics import Batch, Evaluation
 from millrace.core.errors import ConfigError
-from millrace.core.pipeline.sharding import in_shards
-from millrace.core.staleness import VersionRange
+from millrace.core.sharding import in_shards
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.held_out import KIND, Made, evaluation_budget, made_of, places, write_prompts
 from millrace.tasks.reward import OUTCOME, reward_budget
 from millrace.tasks.rollout import FAILURE, defer, rollout_budget
-from millrace.tasks.samples.held_out import KIND, Made, evaluation_budget, made_of, places, write_prompts
 from millrace.tasks.shards.attempts import Attempts, RunShard, on_ray
 from millrace.tasks.shards.shard import evaluate_shard, reward_shard, rollout_shard
 from millrace.tasks.stream import Kind, Stream

@@ -22,15 +22,17 @@ import ray
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher, EngineAddress
+from millrace.connectors.engines.sglang.dispatching.least_load import until_changed
+from millrace.connectors.host.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
+from millrace.connectors.host.local_files import keep_private
 from millrace.connectors.ray import actors
 from millrace.connectors.ray.cluster import node_address
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher, EngineAddress
-from millrace.connectors.sglang.dispatching.least_load import until_changed
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.lease import PassedLease
-from millrace.connectors.storage.local import keep_private
 from millrace.connectors.storage.store import Store
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import rollout_of
@@ -38,16 +40,14 @@ from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import FileRecord, RewardRecord, RolloutRecord
 from millrace.core.contracts.topics import Evaluation
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError, only_first_error
-from millrace.core.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
-from millrace.core.hooks import search_in
+from millrace.core.hooks.functions import search_in
 from millrace.core.plain_text import take_any_text
-from millrace.core.staleness import VersionRange
+from millrace.tasks.batching.deferred_groups import deferred_to
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.held_out import KIND, make_share
 from millrace.tasks.reward import score_landing
 from millrace.tasks.rollout import generate
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.held_out import KIND, make_share
-from millrace.tasks.samples.joined_groups import deferred_to
 from millrace.tasks.shards.board import (
     BOARD,
     CALL_S,

@@ -24,9 +24,9 @@ from millrace.core.plain_text import json_text
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.evaluate import stored_samples, write_set
+from millrace.tasks.generation.held_out import KIND
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.held_out import KIND
 from millrace.tasks.supervised.response import response_of
 
 PART = 256  # rows that the ranks get at a time

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.workers.code_reward import code
+from millrace.connectors.user_code.code_reward import code
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.hooks.functions import RewardInput, RewardResult
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 PATIENT: dict[str, Any] = {"timeout_s": 60, "total_s": 300}
@@ -128,7 +128,7 @@ def test_what_an_answer_reads_of_its_process_shows_nothing_that_is_expected() ->
 
 
 def test_an_answer_sees_no_file_of_the_host(tmp_path: Path) -> None:
-    from millrace.connectors.workers.sandbox import protections
+    from millrace.connectors.user_code.sandbox import protections
 
     if not protections().reads:
         pytest.skip("this kernel cannot hold it back")

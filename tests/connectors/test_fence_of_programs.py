@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from millrace.connectors.workers.sandbox import FENCE, LAYERS
-from millrace.connectors.workers.sandboxed import (
+from millrace.connectors.user_code.sandbox import FENCE, LAYERS
+from millrace.connectors.user_code.sandboxed import (
     ALLOW,
     KILL_PROCESS,
     MACHINES,
@@ -21,7 +21,7 @@ from millrace.connectors.workers.sandboxed import (
     REFUSED,
     instructions,
 )
-from millrace.connectors.workers.sandboxed import (
+from millrace.connectors.user_code.sandboxed import (
     LAYERS as TAKEN,
 )
 
@@ -126,7 +126,7 @@ for response in ("", "```python\\nprint(3)\\n```"):  # check tries an empty text
     row = dict(prompt='"?"', response=response, label=None, metadata=tests, response_length=1, status="completed")
     row |= dict(dialogue=None, session_reward=None, session_parts=None, session_texts=None, session_answer=None)
     options = dict(timeout_s=60, total_s=60, unfenced=unfenced)
-    tried = try_reward("millrace.connectors.workers.code_reward:code", options, row)
+    tried = try_reward("millrace.connectors.user_code.code_reward:code", options, row)
     print(tried["problem"] or tried["reward"])
 """
 

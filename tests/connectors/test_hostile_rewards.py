@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from millrace.connectors.workers.pool import WorkerPool
-from millrace.connectors.workers.process import Limits
+from millrace.connectors.user_code.pool import WorkerPool
+from millrace.connectors.user_code.process import Limits
 from millrace.core.rewards.scoring import score_group, score_sample
 
 FORMS = ("hostile", "hostile_awaited", "Hostile", "hostile_group")

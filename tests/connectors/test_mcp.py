@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from millrace.connectors.workers.mcp_server import McpServer
-from millrace.connectors.workers.mcp_tools import tool_schemas
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code.mcp_server import McpServer
+from millrace.connectors.user_code.mcp_tools import tool_schemas
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config.rollout import McpTools, Session
 from millrace.core.errors import ConfigError
 from millrace.flows.preflight.check_model import Checkpoint

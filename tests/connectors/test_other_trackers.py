@@ -15,8 +15,8 @@ import pytest
 
 from millrace.connectors.tensorboard.tracker import TensorboardTracker
 from millrace.connectors.wandb.tracker import WandbTracker
-from millrace.core.contracts.tracker import Tracker, flat
 from millrace.core.errors import TrackerError
+from millrace.core.tracker import Tracker, flat
 
 COMMAND = ["millrace", "--planted-on-the-command-line"]
 SECRET = "pl4nted-in-the-environment"

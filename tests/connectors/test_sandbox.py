@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.workers.sandbox import (
+from millrace.connectors.user_code.sandbox import (
     LAYERS,
     SandboxLimits,
     SandboxOutcome,
@@ -243,7 +243,7 @@ def test_a_folder_too_deep_or_closed_for_python_is_deleted() -> None:
 
 def test_a_process_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     code = "import pathlib, time\nwhile True: pathlib.Path('beat').write_text(str(time.time())); time.sleep(0.05)"
-    waiting = "from millrace.connectors.workers.sandbox import *\nimport sys\nrun_python(sys.argv[1], limits=SandboxLimits(timeout_s=600))"
+    waiting = "from millrace.connectors.user_code.sandbox import *\nimport sys\nrun_python(sys.argv[1], limits=SandboxLimits(timeout_s=600))"
     caller = subprocess.Popen(
         [sys.executable, "-c", waiting, code], env={**os.environ, "TMPDIR": str(tmp_path)}
     )

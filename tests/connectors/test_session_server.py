@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.workers import session_pool
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code import session_pool
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config.rollout import Sampling, Session
 
 FUNCTIONS = "tests.support.client_functions"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.workers import session_pool
-from millrace.connectors.workers.session_pool import SessionLostError, SessionPool
+from millrace.connectors.user_code import session_pool
+from millrace.connectors.user_code.session_pool import SessionLostError, SessionPool
 from millrace.core.config.rollout import Session
 from tests.support.session_driver import Driver, start
 

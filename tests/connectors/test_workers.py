@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.connectors.workers import process
-from millrace.connectors.workers.pool import Outcome, WorkerPool
+from millrace.connectors.user_code import process
+from millrace.connectors.user_code.pool import Outcome, WorkerPool
 from tests.support import worker_functions as work
 
 TIMEOUT_S = 60
@@ -229,7 +229,7 @@ async def test_fifty_lost_workers_leave_no_thread_process_or_descriptor() -> Non
 
 async def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = (
-        "import asyncio\nfrom millrace.connectors.workers.pool import WorkerPool\n"
+        "import asyncio\nfrom millrace.connectors.user_code.pool import WorkerPool\n"
         "from tests.support import worker_functions as work\n"
         "if __name__ == '__main__':\n"
         f"    asyncio.run(WorkerPool(1).call(work.write_pid_and_sleep, {str(tmp_path / 'pid')!r}, 600, timeout_s=600))\n"

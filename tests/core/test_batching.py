@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.architecture import architecture
-from millrace.core.batching import Packs, karmarkar_karp, plan_packs
+from millrace.connectors.trainers.batching import Packs, karmarkar_karp, plan_packs
 from millrace.core.errors import ConfigError
+from millrace.core.families.architecture import architecture
 from tests.support.qwen3 import QWEN3_06B
 
 SHAPE = architecture(QWEN3_06B)

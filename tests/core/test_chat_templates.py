@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from millrace.connectors.embedded.chat import ChatRoute
-from millrace.connectors.embedded.sampling import RequestError
+from millrace.connectors.engines.embedded.chat import ChatRoute
+from millrace.connectors.engines.embedded.sampling import RequestError
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.template import ChatTemplate
 from millrace.connectors.huggingface.tiny import build_tokenizer
@@ -21,14 +21,14 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.rewards.reward_model import rendered
 from millrace.core.config.model import Model
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import RewardInput
-from millrace.core.model_folder.chat_templates import (
+from millrace.core.families.chat_templates import (
     TemplateLimitError,
     TemplateLimits,
     TemplateRefusedError,
     TemplateRenderer,
     apply_template,
 )
+from millrace.core.hooks.functions import RewardInput
 from tests.house.source import ROOM_FOLDERS
 
 Messages = list[dict[str, Any]]
@@ -209,4 +209,4 @@ def test_nothing_else_renders_a_template() -> None:
         for path in (root / room).rglob("*.py")
         if re.search(r"apply_chat_template\(|^ *(import|from) jinja2", path.read_text(), re.MULTILINE)
     }
-    assert found == {"core/model_folder/template_process.py"}
+    assert found == {"core/families/template_process.py"}

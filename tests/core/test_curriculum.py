@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.core.accounts.curriculum import Mastery
+from millrace.core.accounts.history import GroupOutcome, IterationHistory
+from millrace.core.accounts.ledger import Draw, Ledger
+from millrace.core.accounts.source_parts import SourcePlan, source_and_level
+from millrace.core.accounts.staleness import Ahead
 from millrace.core.config.data import Levels, Pools, Stage
-from millrace.core.contracts.history import GroupOutcome, IterationHistory
 from millrace.core.contracts.sample import Verdict
-from millrace.core.curriculum.parts import SourcePlan, source_and_level
-from millrace.core.curriculum.progress import Mastery
-from millrace.core.ledger import Draw, Ledger
-from millrace.core.staleness import Ahead
 
 VERDICTS: list[Verdict] = ["kept", "dropped", "returned"]
 

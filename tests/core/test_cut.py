@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.pipeline.selection import Candidate, Choice, choose, drawn
+from millrace.core.accounts.selection import Candidate, Choice, choose, drawn
 
 KEEP, DROP = True, False
 

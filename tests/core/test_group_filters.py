@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.core import group_filters as filters
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.filter import Filter
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError
-from millrace.core.group_filters import GroupSample, Judgement, judge_group
-from millrace.core.hooks import RewardInput
-from millrace.core.slime.sample import Sample
+from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.functions import group_filters as filters
+from millrace.core.hooks.group_filters import GroupSample, Judgement, judge_group
+from millrace.core.hooks.slime.sample import Sample
 
 
 def group(*rewards: float | None) -> list[GroupSample]:
@@ -68,7 +68,7 @@ def test_judgements(samples, filter, algorithm, expected) -> None:  # type: igno
 
 
 def test_a_users_filter_drops_for_good() -> None:
-    strict = Filter(group_filter="millrace.core.group_filters:fully_scored")
+    strict = Filter(group_filter="millrace.core.hooks.group_filters:fully_scored")
     assert judge_group(group(1, 0, None), strict, GRPO) == Judgement(
         False, "1 of 3 samples were not scored", False, reward=0.5, kind="group_filter"
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.core import hooks
 from millrace.core.config import UserFunction
 from millrace.core.errors import ConfigError, LeaseHeldError, MillraceError, TrainerError
+from millrace.core.hooks.functions import functions as hooks
 
 SIGNATURES = {
     "rows": "(**options: Any) -> NumberedRows",
@@ -55,7 +55,7 @@ def test_load_finds_functions() -> None:
         ("millrace.core.rewards.text:", "package.module:function"),
         ("no_such_package.module:f", "PYTHONPATH"),
         ("millrace.core.rewards.text:no_such", "has no function no_such"),
-        ("millrace.core.group_filters:ZERO_VARIANCE", "name a function"),
+        ("millrace.core.hooks.group_filters:ZERO_VARIANCE", "name a function"),
     ],
 )
 def test_load_refuses_naming_field_path_and_remedy(path: str, says: str) -> None:
@@ -104,7 +104,7 @@ def test_an_error_of_millraces_that_a_users_function_raises_is_the_users_and_sho
 
 
 def test_errors_of_millraces_own_functions_pass(tmp_path: Path) -> None:
-    function = UserFunction(function="millrace.connectors.storage.exclusive.recorded_processes:read_record")
+    function = UserFunction(function="millrace.connectors.host.recorded_processes:read_record")
     with pytest.raises(MillraceError) as caught:
         hooks.call_function(function, "run.prepare", tmp_path)
     assert type(caught.value) is MillraceError

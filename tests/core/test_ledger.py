@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.contracts.history import GroupOutcome, IterationHistory, Key
+from millrace.core.accounts.history import GroupOutcome, IterationHistory, Key
+from millrace.core.accounts.ledger import Draw, Ledger, epoch_order
+from millrace.core.accounts.staleness import Ahead
 from millrace.core.contracts.sample import Verdict
 from millrace.core.errors import DataError
-from millrace.core.ledger import Draw, Ledger, epoch_order
-from millrace.core.staleness import Ahead
 
 Sources = dict[str, tuple[float, int]]
 ORDER = [11, 3, 10, 5, 8, 4, 7, 6, 1, 2, 9, 0]

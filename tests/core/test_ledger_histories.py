@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.contracts.history import GroupOutcome, IterationHistory, Key
+from millrace.core.accounts.history import GroupOutcome, IterationHistory, Key
+from millrace.core.accounts.ledger import Draw, Ledger
+from millrace.core.accounts.selection import Candidate, Choice, choose
+from millrace.core.accounts.staleness import Ahead
 from millrace.core.contracts.sample import Verdict
-from millrace.core.ledger import Draw, Ledger
-from millrace.core.pipeline.selection import Candidate, Choice, choose
-from millrace.core.staleness import Ahead
 
 NEED = 3  # groups of a batch
 Sources = dict[str, tuple[float, int]]

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.core.contracts import schema
-from millrace.core.contracts.sample import columns
-from millrace.core.lineage import (
+from millrace.core.accounts.lineage import (
     Drawn,
     Generated,
     Judged,
@@ -21,6 +19,8 @@ from millrace.core.lineage import (
     Trained,
     inconsistencies,
 )
+from millrace.core.contracts import schema
+from millrace.core.contracts.sample import columns
 
 Tables = dict[str, Any]
 VERSIONS = range(5, 7)  # two steps, which make versions 5 and 6

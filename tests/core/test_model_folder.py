@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from millrace.core.architecture import architecture
 from millrace.core.errors import ConfigError
-from millrace.core.model_folder.config_file import resolved
-from millrace.core.model_folder.config_keys import FAMILIES
-from millrace.core.model_folder.tensors import EMBEDDING, HEAD, INDEX, tensor_shapes, weight_tensors
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import resolved
+from millrace.core.families.config_keys import FAMILIES
+from millrace.core.families.tensors import EMBEDDING, HEAD, INDEX, tensor_shapes, weight_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 10,

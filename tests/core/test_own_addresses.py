@@ -9,7 +9,7 @@ import httpx
 import pytest
 import requests.utils
 
-from millrace.core.own_addresses import NAMES, reach_directly, reach_own_directly, without_proxy
+from millrace.connectors.host.own_addresses import NAMES, reach_directly, reach_own_directly, without_proxy
 
 DEAD = "http://127.0.0.1:9"
 ENVIRONMENTS: dict[str, dict[str, str]] = {

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.connectors.workers.pool import WorkerPool
+from millrace.connectors.user_code.pool import WorkerPool
 from millrace.core.contracts.schema import ROWS, SCHEMAS, to_table
 from millrace.core.errors import MillraceError, described
 from millrace.core.plain_text import json_text, printable, take_any_text, whole, whole_values
@@ -138,6 +138,6 @@ def test_json_that_may_hold_half_a_character_is_written_here_alone() -> None:
     }
     assert elsewhere == {
         "core/plain_text.py",
-        "core/model_folder/template_process.py",
+        "core/families/template_process.py",
         "core/contracts/rows/prompts.py",
     }

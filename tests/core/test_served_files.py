@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from millrace.connectors.embedded.text import Text
+from millrace.connectors.engines.embedded.text import Text
 from millrace.connectors.huggingface.template import TokenizerFolder
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config.model import Model
-from millrace.core.model_folder.ends import engine_ends
-from millrace.core.model_folder.served_files import Served, write_side_files
+from millrace.core.families.ends import engine_ends
+from millrace.core.families.served_files import Served, write_side_files
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "17+48="}]
 OWN = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<eos>{% endfor %}<assistant>é"

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.core.simulation.compare import Machine, Recorded, Row, calibrated, verdicts, ways
-from millrace.core.simulation.engines import Answer, Engine
-from millrace.core.simulation.pipeline import Layout, Mode, Outcome, replay
-from millrace.core.simulation.recorded import Group, Request, Seconds, Speed, fit_speed
+from millrace.flows.planning.compare import Machine, Recorded, Row, calibrated, verdicts, ways
+from millrace.flows.planning.engines import Answer, Engine
+from millrace.flows.planning.pipeline import Layout, Mode, Outcome, replay
+from millrace.flows.planning.recorded import Group, Request, Seconds, Speed, fit_speed
 
 EVEN = [Group((100, 100)) for _ in range(8)]
 PHASES = Seconds(draw=0.1, ready=0.2, score=0.3, train=3, sync=0.5, checkpoint=0.4, evaluate=0.25, rest=0.25)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.contracts.sample import PolicySpan
-from millrace.core.staleness import (
+from millrace.core.accounts.staleness import (
     Ahead,
     VersionRange,
     admissible,
@@ -21,6 +20,7 @@ from millrace.core.staleness import (
     oldest_versions,
     token_ages,
 )
+from millrace.core.contracts.sample import PolicySpan
 
 SPANS = pa.list_(pa.struct([("first_token", pa.int32()), ("version", pa.int64())]))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millrace.core.garbage import collect_garbage, collect_whole_when_asked, give_back_memory
+from millrace.connectors.host.garbage import collect_garbage, collect_whole_when_asked, give_back_memory
 
 
 class Knot:

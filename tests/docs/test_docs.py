@@ -12,7 +12,7 @@ import typer.main
 from pydantic import BaseModel
 
 from millrace.core.config import RunConfig
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from tests.house.words import found_in
 from tests.support.doc_commands import anchor_of, section
 

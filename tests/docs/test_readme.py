@@ -10,7 +10,7 @@ import pytest
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.core.config.model import Model
 from millrace.core.config.reading.load import load_config
-from millrace.core.model_folder.config_keys import FAMILIES
+from millrace.core.families.config_keys import FAMILIES
 from millrace.flows.preflight.check import checked
 from millrace.flows.quickstart import arithmetic, write_rows
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from millrace.connectors.huggingface.tiny import build_tiny_model, build_tokenizer
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.algorithms.group_advantages import group_relative
 from millrace.core.config.rollout import Session
 from tests.examples.test_pages import ROOT, blocks

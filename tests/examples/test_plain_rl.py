@@ -1,4 +1,4 @@
-"""The plain example runs, and its advantages are those of the library. Losses and steps are compared in connectors/megatron/test_parity.py."""
+"""The plain example runs, and its advantages are those of the library. Losses and steps are compared in connectors/trainers/megatron/test_parity.py."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import pytest
 
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import DRAWN, RunFolder
+from millrace.core.accounts.staleness import Ahead
 from millrace.core.config import RunConfig
-from millrace.core.staleness import Ahead
 from millrace.flows.driver.ahead_guard import lower_ahead
 from millrace.flows.tools.browse import ahead_of
 from millrace.tasks.runtime.prompts import Prompts

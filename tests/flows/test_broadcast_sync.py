@@ -23,7 +23,7 @@ def engines_of(model: Path) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "millrace.connectors.embedded" in (process.info["cmdline"] or [])
+        if "millrace.connectors.engines.embedded" in (process.info["cmdline"] or [])
         and str(model) in process.info["cmdline"]
     ]
 

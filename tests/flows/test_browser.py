@@ -21,7 +21,7 @@ from millrace.connectors.mlflow.tracker import MlflowTracker
 from millrace.core.config import RunConfig
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.reading.load import load_config
-from millrace.tasks.pages.sample_groups import samples_text
+from millrace.tasks.reporting.sample_groups import samples_text
 from tests.support import stored_run
 from tests.support.browser import open_browser
 from tests.support.deployed import Deployed, flow_process

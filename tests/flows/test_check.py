@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from millrace.core.config.reading.load import load_config
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from millrace.flows.preflight.check import check
 from tests.support.wrong_configs import TEXTS, VOTED, WRONG
 
@@ -207,7 +207,7 @@ def test_chat_messages_and_parquet_pass(place: Path) -> None:
 
 def test_no_heavy_library_is_imported(place: Path) -> None:
     code = (
-        "import sys\nfrom millrace.flows.cli import app\n"
+        "import sys\nfrom millrace.flows.commands import app\n"
         "try:\n    app(['check', 'run.yaml'])\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
         f"print('loaded:', [name for name in {HEAVY} if name in sys.modules])"
     )

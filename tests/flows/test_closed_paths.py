@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from tests.support.permissions import modes_hold
 from tests.support.wrong_configs import write_good
 

@@ -16,8 +16,8 @@ from prefect.settings.models.flows import FlowsSettings
 from millrace.connectors.prefect.server import CLIENT_SETTINGS
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
-from millrace.core.contracts.tracker import run_tags, with_run_tags
 from millrace.core.errors import ConfigError
+from millrace.core.tracker import run_tags, with_run_tags
 from millrace.flows import from_file, sft, train
 from millrace.flows.from_file import name_of_file
 from millrace.flows.tools.deploy import BUTTONS, FILES, TAG, all_deployments, deploy, pool_of, shown_name

@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from millrace.core.config import RunConfig
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from millrace.flows.tools.ending import ending
 from tests.support.stored_run import CONFIG, write_run
 

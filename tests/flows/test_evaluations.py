@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from tests.soak.promises import finished
 from tests.support.flow_runs import Workplace, final_weights, wait_until
 

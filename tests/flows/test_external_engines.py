@@ -15,8 +15,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from millrace.connectors.engines.sglang.client import EngineClient
 from millrace.connectors.huggingface.tiny import build_tiny_model
-from millrace.connectors.sglang.client import EngineClient
 from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import Workplace, final_weights
 

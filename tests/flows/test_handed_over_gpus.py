@@ -25,7 +25,7 @@ if sys.platform != "linux":
 SHARED = """
 import asyncio, sys
 from millrace.core.config.reading.load import load_config
-from millrace.core.config.rules import placement
+from millrace.core.config.all_rules import placement
 from millrace.flows.train import train
 problems = placement.problems
 placement.problems = lambda config: (one for one in problems(config) if "no GPUs are shared" not in one.reason)

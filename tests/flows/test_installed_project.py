@@ -86,7 +86,7 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         found = Project(place, python)
     else:
         place.environment["PYTHONPATH"] = str(REPOSITORY / "src")
-        place.command = [sys.executable, "-P", "-m", "millrace.flows.cli"]
+        place.command = [sys.executable, "-P", "-m", "millrace.flows.commands"]
         found = Project(place, sys.executable)
     return found
 

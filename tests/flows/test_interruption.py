@@ -151,7 +151,7 @@ def test_results_and_errors_come_out_of_the_work_as_they_are(start: Start) -> No
 
 def test_ctrl_c_is_no_outcome_of_a_sample_that_is_being_scored(start: Start) -> None:
     script = """
-from millrace.connectors.workers.pool import WorkerPool
+from millrace.connectors.user_code.pool import WorkerPool
 
 async def main():
     pool = WorkerPool(1)

@@ -24,8 +24,8 @@ from prefect.settings import (
 )
 from prefect.states import Suspended
 
+from millrace.connectors.host import garbage
 from millrace.connectors.prefect.record_storage import kept_at, save_record_storage
-from millrace.core import garbage
 from millrace.core.config import RunConfig
 from millrace.flows.driver.iteration_slots import (
     IterationSlot,

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config.pipeline import Pipeline
-from millrace.flows.cli import app, tables
+from millrace.flows.commands import app, tables
 from millrace.flows.tools.browse import _pipeline, evaluations
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.sql import ALL, QueryError, answer, connect
-from millrace.tasks.pages.curves import Curves
+from millrace.tasks.reporting.curves import Curves
 from tests.support.doc_commands import blocks
 from tests.support.stored_run import MESSAGES, SYSTEM, write_run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from tests.support.mistakes import MISTAKES, Mistake
 
 THROUGH_A_SHELL = ("a section misspelt", "a reward that raises", "another rate in a run that exists")
@@ -62,7 +62,7 @@ def test_a_home_that_cannot_be_written_is_a_sentence() -> None:
 
 def train(home: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "millrace.flows.cli", "train", "run.yaml", *overrides],
+        [sys.executable, "-m", "millrace.flows.commands", "train", "run.yaml", *overrides],
         env={**os.environ, "MILLRACE_HOME": str(home)},
         capture_output=True,
         text=True,

@@ -199,13 +199,13 @@ def test_with_a_file_of_the_callers_nothing_of_a_poisoned_run_is_imported_or_joi
 
 # Every place that imports a module by a name, and who gives the name.
 IMPORTS = {
-    "core/hooks.py": "functions of the configuration, whose fields named_by_run says",
+    "core/hooks/functions.py": "functions of the configuration, whose fields named_by_run says",
     "connectors/environments/gymnasium_text.py": "the option register of a session's environment, which named_by_run says",
     "connectors/environments/extras.py": "millrace: a package that is an extra",
     "connectors/huggingface/tokenizer.py": "transformers alone",
     "connectors/ray/task_processes.py": "modules that a driver names to its own Ray tasks",
-    "core/slime/hub.py": "millrace: its own rewards",
-    "core/slime/names.py": "millrace: its own names for slime's",
+    "core/hooks/slime/hub.py": "millrace: its own rewards",
+    "core/hooks/slime/names.py": "millrace: its own names for slime's",
 }
 
 

@@ -127,7 +127,14 @@ def test_the_commands_environment_decides_and_no_token_is_shown(hub: Hub, models
     hub.private.add("some/private")
     Path("run.yaml").write_text(json.dumps(GOOD))
     given = {"HF_ENDPOINT": hub.url, "HF_HOME": "home", "HF_TOKEN": TOKEN}
-    command = [sys.executable, "-m", "millrace.flows.cli", "check", "run.yaml", "model.path=some/private"]
+    command = [
+        sys.executable,
+        "-m",
+        "millrace.flows.commands",
+        "check",
+        "run.yaml",
+        "model.path=some/private",
+    ]
     done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Not checked: the weights of some/private" in " ".join(done.stdout.split())

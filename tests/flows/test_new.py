@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from millrace import RewardInput
 from millrace.core.config.reading.load import load_config
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from millrace.flows.preflight.check import check
 from millrace.flows.quickstart import arithmetic
 from millrace.flows.tools.deploy import FILES

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.connectors.storage.driven_runs import DrivenRun
-from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.lease import Lease, holder_of
 from millrace.connectors.storage.parts import list_notes, take_over_parts

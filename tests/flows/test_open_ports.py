@@ -103,7 +103,7 @@ ROWS = {
         ),
     ),
     "engine": Row(  # beside its own port one where it and the ranks meet
-        "millrace.connectors.embedded",
+        "millrace.connectors.engines.embedded",
         ("http", "nothing"),
         ("GET /health",),
         tuple(("POST", path) for path in ENGINE),
@@ -130,7 +130,7 @@ ROWS = {
     "Ray's actors": Row("ray::", ("grpc", "nothing")),  # ranks meet there, and move gradients and weights
     "Ray's head": Row("/ray/core/src/ray/", ("grpc",)),
     "Ray's clients": Row("ray.util.client.server", ("grpc",)),
-    "driver": Row("millrace.flows.cli", ("grpc",)),  # as Ray calls it back
+    "driver": Row("millrace.flows.commands", ("grpc",)),  # as Ray calls it back
 }
 # the number of their ports is fixed: the first head on a machine has them
 OF_ONE_HEAD = {

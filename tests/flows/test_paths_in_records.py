@@ -20,9 +20,9 @@ from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
 from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RECORD, RunFolder
 from millrace.connectors.storage.store import Store
-from millrace.core.architecture import architecture
 from millrace.core.errors import ConfigError, StorageError
-from millrace.core.model_folder.tensors import INDEX, weight_tensors
+from millrace.core.families.architecture import architecture
+from millrace.core.families.tensors import INDEX, weight_tensors
 from millrace.flows.tools.branch import branch_run
 from millrace.flows.tools.named_files import check_file, named_by_records
 from millrace.flows.tools.replay import export_folder
@@ -275,7 +275,7 @@ def test_the_index_of_a_models_weights_names_files_beside_it(tmp_path: Path, bad
 
 # The modules that read entries of files from what is stored; each is a reader above, or has its entries from one.
 READ_ENTRIES = {
-    "connectors/megatron/checkpoint/trainer_state.py": "train, of a checkpoint",
+    "connectors/trainers/megatron/checkpoint/trainer_state.py": "train, of a checkpoint",
     "connectors/storage/checkpoint_files.py": "branch, of a checkpoint",
     "connectors/storage/iteration_files.py": "train, of an open iteration",
     "flows/tools/named_files.py": "verify, of an export",

@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from millrace.core.config import RunConfig
-from millrace.core.config.rules.secrets import is_replaced
+from millrace.core.config.secret_rules import is_replaced
 from millrace.core.contracts.references import references
 from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import Workplace, make_workplace

@@ -25,7 +25,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from millrace.core.plain_text import CONTROL
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from millrace.flows.plain_console import PlainConsole
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.sql import QueryError, answer
@@ -114,7 +114,7 @@ def test_every_command_has_a_row() -> None:
 def test_what_a_command_prints_moves_no_terminal(
     command: str, terminal: bool, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.flows.cli.terminal.console._force_terminal", terminal)
+    monkeypatch.setattr("millrace.flows.commands.terminal.console._force_terminal", terminal)
     arguments, code = COMMANDS[command]
     ended, printed = call(arguments, root)
     assert acted_on(printed) == []
@@ -172,8 +172,8 @@ def test_nothing_else_under_flows_writes_to_a_terminal() -> None:
                 found.add((path.relative_to(ROOT).as_posix(), text))
     assert found == {
         ("flows/plain_console.py", "print"),
-        ("flows/cli/tables.py", "sys.stdout.write"),  # JSON and CSV, which the tests above read
-        ("flows/cli/tables.py", "out.file.write"),
+        ("flows/commands/tables.py", "sys.stdout.write"),  # JSON and CSV, which the tests above read
+        ("flows/commands/tables.py", "out.file.write"),
     }
 
 
@@ -187,7 +187,7 @@ def test_errors_and_log_lines_move_no_terminal(kind: str) -> None:
     }[kind]
     code = (
         "import logging\nfrom millrace.core.plain_text import take_any_text\n"
-        "from millrace.flows.cli.terminal import CommandLine\napp = CommandLine(pretty_exceptions_enable=False)\n"
+        "from millrace.flows.commands.terminal import CommandLine\napp = CommandLine(pretty_exceptions_enable=False)\n"
         f"take_any_text()\nlogging.basicConfig()\n@app.command()\n{script}\napp([])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.config.algorithm.section import Overlong
 from millrace.core.config.plan import make_plan
 from millrace.core.config.reading.load import load_config
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.plan_learning import asynchrony, learning
 from millrace.flows.preflight.plan_table import plan_text

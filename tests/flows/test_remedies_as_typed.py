@@ -15,7 +15,7 @@ from millrace.connectors.storage.iteration_files import IterationFiles, record_p
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.errors import DEFAULT_ROOT, MillraceError, of_run
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from millrace.flows.driver.same_run import check_resume
 from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.discard import discard_iterations

@@ -27,8 +27,8 @@ NOT_FIELDS = {  # names of files and tensors, which begin as a section's name do
 # What these say comes before a run, from the check of its configuration, or describes a field
 BEFORE_A_RUN = (
     "core/config/",
-    "core/model_folder/",
-    "core/slime/",
+    "core/families/",
+    "core/hooks/slime/",
     "flows/preflight/",
     "flows/quickstart.py",
     "flows/tools/new.py",
@@ -38,14 +38,14 @@ CHANGE = re.compile(
 )
 ELSEWHERE = re.compile(r"\bbranch\b|\bnew run\b|start (?:\w+ ){0,3}under another", re.IGNORECASE)
 NOT_ASKED_FOR = {  # file and field: why the field need not change when the run is started again
-    ("core/ledger.py", "run.seed"): "one of the causes that are listed; the remedy puts it back",
-    ("core/ledger.py", "data.shuffle"): "one of the causes that are listed; the remedy puts it back",
+    ("core/accounts/ledger.py", "run.seed"): "one of the causes that are listed; the remedy puts it back",
+    ("core/accounts/ledger.py", "data.shuffle"): "one of the causes that are listed; the remedy puts it back",
     (
         "core/rewards/hub/instructions.py",
         "data.sources[].extra_keys",
     ): "the check scores rows before a run; later the row is corrected",
-    ("connectors/sglang/client.py", "model.dtype"): "a place to look at, not a change",
-    ("flows/cli/terminal.py", "run.name"): "an example of how a field is set",
+    ("connectors/engines/sglang/client.py", "model.dtype"): "a place to look at, not a change",
+    ("flows/commands/terminal.py", "run.name"): "an example of how a field is set",
     ("flows/tools/deploy.py", "run.name"): "of a file that is deployed, before any run of it",
     **{
         (

@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks.gpu.shapes import model_config
 from millrace.connectors.huggingface.tiny import build_tokenizer
-from millrace.core.architecture import architecture
 from millrace.core.config.plan import trainer_memory
 from millrace.core.config.reading.load import load_config
-from millrace.core.model_folder.config_file import read_hf_config
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
 from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check_machine import check_disk
 

@@ -17,7 +17,7 @@ from millrace.core.errors import DataError
 ensure_server()
 from prefect import flow, task
 from millrace.connectors.prefect.run_errors import log_errors_once
-from millrace.flows.cli.terminal import guarded
+from millrace.flows.commands.terminal import guarded
 
 ERRORS = {"mistake": DataError("holds no rows", where="sums.jsonl", remedy="give one with rows"), "bug": KeyError("a bug")}
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 
 FORMS = "tests.support.reward_forms"
 ROWS = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
+from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.core.errors import LeaseHeldError
 from millrace.flows.tools import stop
 from tests.support.flow_runs import PATIENCE_S, Workplace, output_of, wait_until

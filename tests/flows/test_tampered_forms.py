@@ -21,7 +21,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.contracts.turns import TurnRow
 from millrace.flows.tools.discard import discard_iterations
 from millrace.flows.tools.verify import verify_run
-from millrace.tasks.sessions.record import stored_events
+from millrace.tasks.generation.sessions.rollout_record import stored_events
 from tests.soak import forms
 from tests.support.flow_runs import Workplace
 from tests.support.run_readers import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.connectors.storage.store import Store
-from millrace.connectors.workers.process import Limits
+from millrace.connectors.user_code.process import Limits
 from millrace.core.config import RunConfig
 from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.plan import plan_from

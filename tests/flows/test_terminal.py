@@ -11,7 +11,7 @@ import pytest
 
 PRINTS = r"""
 import logging, os, sys, threading
-from millrace.flows.cli.terminal import console, errors, libraries_kept_off_terminal, lines_before_prefect
+from millrace.flows.commands.terminal import console, errors, libraries_kept_off_terminal, lines_before_prefect
 
 def ray():
     print("[state-dump] of a raylet")
@@ -94,7 +94,7 @@ with libraries_kept_off_terminal() as terminal:
 
 SILENT = """
 import typer
-from millrace.flows.cli.run import _interruptible
+from millrace.flows.commands.run import _interruptible
 
 app = typer.Typer()
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from millrace.connectors.huggingface.tiny import build_tiny_model
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from tests.support.around_texts import BOS, EOS, raw_tokenizer, save_tokenizer, template
 
 CHATML = (

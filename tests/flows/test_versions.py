@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from millrace.connectors.sglang import server_args
+from millrace.connectors.engines.sglang import server_args
 from millrace.core.config import RunConfig
 from millrace.flows.preflight import check_versions as versions
 from millrace.flows.preflight.tested_versions import EXACT, SHOWN, TESTED

@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from millrace.connectors.engines.sglang.launch import embedded_command, sglang_command
 from millrace.connectors.huggingface.tiny import build_tiny_model
-from millrace.connectors.sglang.launch import embedded_command, sglang_command
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.engines import SglangEngines
@@ -19,7 +19,7 @@ from millrace.core.config.plan import make_plan
 from millrace.core.config.reading.load import load_config
 from millrace.core.config.reading.stored import VERSION
 from millrace.core.errors import ConfigError
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 from millrace.flows.driver.same_run import refused_in_branch, refused_in_run
 from millrace.flows.driver.weights_type import of_new_run, settled, stored_as
 from millrace.flows.preflight.check import check

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millrace.core.model_folder.config_keys import FAMILIES as SUPPORTED
+from millrace.core.families.config_keys import FAMILIES as SUPPORTED
 from tests.golden.curves import FAMILIES, STEPS, difference, read, train
 from tests.support.trainer_ranks import Workers
 

@@ -14,9 +14,9 @@ from millrace.core.algorithms.credit import token_credit
 from millrace.core.algorithms.group_advantages import group_advantages
 from millrace.core.algorithms.objective import Objective
 from millrace.core.algorithms.packed import spread
-from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
+from millrace.core.contracts.token_batch import TokenBatch
 
 LENGTHS = torch.tensor([300, 1, 129, 700, 64, 5])
 N = int(LENGTHS.sum())

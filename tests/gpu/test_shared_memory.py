@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.gpu.shapes import SGLANG, configuration, model_folder, weight_bytes
 from millrace.connectors.prefect.server import ensure_server, stop_server
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
-from millrace.core.staleness import VersionRange
 from millrace.tasks.runtime.runtime import Runtime
 from tests.support.gpu_workplace import server_of
 from tests.support.trainer_ranks import samples, write_batch

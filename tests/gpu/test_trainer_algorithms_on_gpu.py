@@ -75,7 +75,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_guard_holds_exactly_and_steps_are_those_of_plain_models(
     folder: Path, tmp_path: Path, name: str, per_iteration: int
 ) -> None:
-    from millrace.connectors.megatron.rank import TrainerRank
+    from millrace.connectors.trainers.megatron.rank import TrainerRank
 
     values = dict(CASES[name])
     if "teacher" in values:
@@ -110,7 +110,7 @@ def test_the_guard_holds_exactly_and_steps_are_those_of_plain_models(
 
 
 def test_steps_of_a_model_of_experts_are_those_of_a_plain_one(experts: Path, tmp_path: Path) -> None:
-    from millrace.connectors.megatron.rank import TrainerRank
+    from millrace.connectors.trainers.megatron.rank import TrainerRank
 
     settings = trainer_ranks.configuration(
         experts, device="cuda", dtype="bfloat16", global_batch=8, max_pack_tokens=256
@@ -132,7 +132,7 @@ def test_steps_of_a_model_of_experts_are_those_of_a_plain_one(experts: Path, tmp
 
 PRODUCT = """
 import json, os, sys, warnings, torch
-from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.trainers.megatron.rank import TrainerRank
 rank = TrainerRank(json.loads(sys.argv[1]), 0, 1)
 rank.setup(rank.address())
 assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ  # while it is there, every product parses it

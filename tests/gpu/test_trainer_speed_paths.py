@@ -14,7 +14,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from millrace.connectors.megatron.model import attention, dense_attention, logprobs  # noqa: E402
+from millrace.connectors.trainers.megatron.model import attention, dense_attention, logprobs
 from millrace.core.contracts.step_request import StepRequest
 from tests.support import kernel_checks, trainer_ranks  # noqa: E402
 from tests.support.distances import distance  # noqa: E402
@@ -136,7 +136,7 @@ def test_fused_log_probabilities_and_gradients_are_those_of_a_softmax(entropy: b
 
 
 def weights_after(settings: dict[str, Any], urls: list[str], fast: bool) -> tuple[list[Tensor], list[float]]:
-    from millrace.connectors.megatron.rank import TrainerRank
+    from millrace.connectors.trainers.megatron.rank import TrainerRank
 
     rank = TrainerRank(settings, 0, 1)
     rank.setup(rank.address())

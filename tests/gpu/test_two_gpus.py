@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.connectors.sglang.server_args import sglang_finds
+from millrace.connectors.engines.sglang.server_args import sglang_finds
 from tests.support import flow_runs
 from tests.support.flow_runs import Workplace, trained
 from tests.support.gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, steps_of

@@ -41,7 +41,7 @@ class SourceFile:
 
     @property
     def module(self) -> str:
-        """The dotted name under which the file is imported: core/ledger.py is millrace.core.ledger."""
+        """The dotted name under which the file is imported: core/accounts/ledger.py is millrace.core.accounts.ledger."""
         parts = self.path.removesuffix(".py").split("/")
         if parts[0] == "src":
             parts = parts[1:]

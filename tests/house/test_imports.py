@@ -59,21 +59,21 @@ NO_CYCLES = {
     },
 }
 OTHER_CONNECTOR = {
-    "at the top": "from millrace.connectors.sglang.client import EngineClient",
+    "at the top": "from millrace.connectors.engines.sglang.client import EngineClient",
     "the package": "from millrace.connectors import sglang",
-    "inside a function": "def f():\n    import millrace.connectors.sglang.client",
-    "for types": "if TYPE_CHECKING:\n    from millrace.connectors.sglang.client import EngineClient",
+    "inside a function": "def f():\n    import millrace.connectors.engines.sglang.client",
+    "for types": "if TYPE_CHECKING:\n    from millrace.connectors.engines.sglang.client import EngineClient",
     "relative": "from ..sglang import client",
 }
 ALLOWED_IMPORT = {
-    "its own modules": "from millrace.connectors.megatron import learner",
+    "its own modules": "from millrace.connectors.trainers.megatron import learner",
     "storage": "from millrace.connectors.storage.store import Store",
     "core": "from millrace.core import ledger",
 }
 CONNECTOR_FILES = {
     f"connectors/{name}.py": ""
     for name in ("__init__", "sglang/__init__", "sglang/client", "storage/__init__", "storage/store")
-} | {"connectors/megatron/learner.py": "", "core/ledger.py": ""}
+} | {"connectors/trainers/megatron/learner.py": "", "core/accounts/ledger.py": ""}
 
 
 @pytest.mark.parametrize("case", CYCLES)
@@ -92,15 +92,15 @@ def test_modules_without_a_cycle_pass(case: str) -> None:
 
 @pytest.mark.parametrize("case", OTHER_CONNECTOR)
 def test_a_connector_that_imports_another_is_reported(case: str) -> None:
-    files = _files(CONNECTOR_FILES | {"connectors/megatron/rank.py": OTHER_CONNECTOR[case]})
+    files = _files(CONNECTOR_FILES | {"connectors/trainers/megatron/rank.py": OTHER_CONNECTOR[case]})
     (found,) = connector_imports(files)
-    assert found.path == "connectors/megatron/rank.py"
+    assert found.path == "connectors/trainers/megatron/rank.py"
     assert found.problem.startswith("connectors/megatron imports connectors/sglang")
 
 
 @pytest.mark.parametrize("case", ALLOWED_IMPORT)
 def test_a_connector_may_import_its_own_modules_storage_and_core(case: str) -> None:
-    files = _files(CONNECTOR_FILES | {"connectors/megatron/rank.py": ALLOWED_IMPORT[case]})
+    files = _files(CONNECTOR_FILES | {"connectors/trainers/megatron/rank.py": ALLOWED_IMPORT[case]})
     assert not list(connector_imports(files))
 
 

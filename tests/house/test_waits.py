@@ -27,30 +27,30 @@ SHARD = "Ray says when its process or node dies; one that is stopped and does no
 TRUSTED = "a command that asks nobody and waits for nothing but a disk"
 
 ROWS = {
-    "connectors/embedded/__main__.py": {"done.wait": SERVER},
-    "connectors/embedded/chat.py": {
+    "connectors/engines/embedded/__main__.py": {"done.wait": SERVER},
+    "connectors/engines/embedded/chat.py": {
         "asyncio.shield(asyncio.to_thread(self.engine.withdraw, [request]))": SERVER,
         "ended.wait": SERVER,
     },
-    "connectors/embedded/engine.py": {
+    "connectors/engines/embedded/engine.py": {
         "job.done.wait": SERVER,
         "self._wake.wait": SERVER,
         "with self._wake": SERVER,
     },
-    "connectors/embedded/server.py": {
+    "connectors/engines/embedded/server.py": {
         "asyncio.shield(asyncio.to_thread(self.engine.withdraw, requests))": SERVER,
         "queue.get": SERVER,
     },
-    "connectors/embedded/weight_group.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
-    "connectors/megatron/checkpoint/background.py": {
+    "connectors/engines/embedded/weight_group.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
+    "connectors/trainers/megatron/checkpoint/background.py": {
         "self._thread.join": "it follows the writer, and ends it where that writes nothing",
         "waiting.communicate": "of a process that was killed a line above, before it had a task",
     },
-    "connectors/megatron/checkpoint/folders.py": {"dist.barrier": RANKS},
-    "connectors/megatron/checkpoint/host_copy.py": {"self._preparing.join": RANKS},
-    "connectors/megatron/optim/parameter_state.py": {"work.wait": RANKS},
-    "connectors/megatron/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
-    "connectors/megatron/weights/hf_folder.py": {"dist.barrier": RANKS},
+    "connectors/trainers/megatron/checkpoint/folders.py": {"dist.barrier": RANKS},
+    "connectors/trainers/megatron/checkpoint/host_copy.py": {"self._preparing.join": RANKS},
+    "connectors/trainers/megatron/optim/parameter_state.py": {"work.wait": RANKS},
+    "connectors/trainers/megatron/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
+    "connectors/trainers/megatron/weights/hf_folder.py": {"dist.barrier": RANKS},
     "connectors/mlflow/tracker.py": {"time.sleep": COUNTED},
     "connectors/prefect/app.py": {"asyncio.sleep": COUNTED},
     "connectors/prefect/flow_run_state.py": {"asyncio.sleep": BACKGROUND},
@@ -76,68 +76,68 @@ ROWS = {
         "time.sleep": COUNTED,
         "with _lock": "held over a wait for room in the cluster: placement.wait_s",
     },
-    "connectors/rewards/posting.py": {"asyncio.sleep": COUNTED},
-    "connectors/rewards/served_teacher.py": {
+    "connectors/http/posting.py": {"asyncio.sleep": COUNTED},
+    "connectors/teachers/served_teacher.py": {
         "async with self._free": "over requests with algorithm.teacher_server.timeout_s and attempts",
     },
-    "connectors/sglang/client.py": {"async with self._polling": REQUEST, "asyncio.sleep": COUNTED},
-    "connectors/sglang/dispatcher.py": {
+    "connectors/engines/sglang/client.py": {"async with self._polling": REQUEST, "asyncio.sleep": COUNTED},
+    "connectors/engines/sglang/dispatcher.py": {
         "asyncio.shield(self._recovering)": "engines are started again: engines.start_timeout_s, engines.restarts",
         "asyncio.sleep": "until requests that were aborted end: rollout.progress_timeout_s ends each",
     },
-    "connectors/sglang/external.py": {"asyncio.sleep": COUNTED},
-    "connectors/sglang/process.py": {
+    "connectors/engines/sglang/external.py": {"asyncio.sleep": COUNTED},
+    "connectors/engines/sglang/process.py": {
         "process.wait": IN_ACTOR,
         "self._process.wait": IN_ACTOR,
         "time.sleep": COUNTED,
     },
-    "connectors/sglang/router.py": {
+    "connectors/engines/sglang/router.py": {
         "async with self._checking": REQUEST,
         "async with self._settling": "held for SETTLE_TIMEOUT_S at most",
     },
     "connectors/storage/changes.py": {"with self._lock": HELD},
-    "connectors/storage/exclusive/local_server.py": {"time.sleep": COUNTED},
+    "connectors/host/local_server.py": {"time.sleep": COUNTED},
     "connectors/storage/lease.py": {"time.sleep": COUNTED},
-    "connectors/storage/local.py": {
+    "connectors/host/local_files.py": {
         "fcntl.flock": "asked without waiting (LOCK_NB), in a loop with a deadline",
         "file.readline": TRUSTED,
         "time.sleep": COUNTED,
     },
-    "connectors/storage/own_folders.py": {"fcntl.flock": "asked without waiting (LOCK_NB)"},
-    "connectors/workers/mcp_server.py": {
+    "connectors/host/own_folders.py": {"fcntl.flock": "asked without waiting (LOCK_NB)"},
+    "connectors/user_code/mcp_server.py": {
         "asyncio.shield(self._opened)": "START_TIMEOUT_S ends the attempt",
         "asyncio.wait": "the connection ends itself; the session pool ends a process that does not end",
         "self._closing.wait": SERVER,
     },
-    "connectors/workers/mcp_tools.py": {"asyncio.shield(self._listing)": "START_TIMEOUT_S a server"},
-    "connectors/workers/pool.py": {
+    "connectors/user_code/mcp_tools.py": {"asyncio.shield(self._listing)": "START_TIMEOUT_S a server"},
+    "connectors/user_code/pool.py": {
         "await future": "`timeout_s` of the call, looked at by the thread that makes it",
         "with self._lock": HELD,
     },
-    "connectors/workers/process.py": {
+    "connectors/user_code/process.py": {
         "pipe.recv_bytes": SERVER,
         "self._pipe.recv_bytes": "`poll` found a message before it, and the worker sends whole ones",
         "self._process.join": KILLED,
         "time.sleep": COUNTED,
         "with _starting_or_closing": HELD,
     },
-    "connectors/workers/sandbox.py": {"self._process.wait": KILLED, "subprocess.run": TRUSTED},
-    "connectors/workers/session_pool.py": {
+    "connectors/user_code/sandbox.py": {"self._process.wait": KILLED, "subprocess.run": TRUSTED},
+    "connectors/user_code/session_pool.py": {
         "async with self._starting": "over a start with START_TIMEOUT_S",
         "asyncio.sleep": BACKGROUND,
         "await self._ready": "called within START_TIMEOUT_S",
         "await session.end": "GRACE_S after a cancel the pool kills the process, which ends it",
         "reader.readline": BACKGROUND,
     },
-    "connectors/workers/session_server.py": {"asyncio.shield(answer)": SESSION},
-    "connectors/workers/session_worker.py": {"await future": SESSION, "reader.readline": SERVER},
-    "core/model_folder/chat_templates.py": {"with self._lock": HELD},
+    "connectors/user_code/session_server.py": {"asyncio.shield(answer)": SESSION},
+    "connectors/user_code/session_worker.py": {"await future": SESSION, "reader.readline": SERVER},
+    "core/families/chat_templates.py": {"with self._lock": HELD},
     "core/rewards/forms.py": {"await answer": REWARD},
     "core/rewards/tournament/group_reward.py": {"async with limit": REWARD, "await answer": REWARD},
     "core/sessions/forms.py": {"await closing": SESSION, "await outcome": SESSION},
-    "core/slime/generate.py": {"asyncio.shield(known)": SESSION, "await made": SESSION},
-    "core/slime/hub.py": {"await answer": SESSION},
-    "core/slime/reward.py": {"await answer": REWARD},
+    "core/hooks/slime/generate.py": {"asyncio.shield(known)": SESSION, "await made": SESSION},
+    "core/hooks/slime/hub.py": {"await answer": SESSION},
+    "core/hooks/slime/reward.py": {"await answer": REWARD},
     "core/contracts/progress.py": {
         "ended.wait": "for the seconds until a line is due again",
         "thread.join": "it was told to end a line above, and does nothing else but log",
@@ -170,7 +170,7 @@ ROWS = {
     "tasks/data/rows.py": {"with self._lock": HELD},
     "tasks/filter.py": {"await loading": "CREDIT_TIMEOUT_S of the call"},
     "tasks/kill_points.py": {"asyncio.sleep": TEST_ONLY},
-    "tasks/report.py": {"ctx.stream.wait": INSIDE},
+    "tasks/reporting/report.py": {"ctx.stream.wait": INSIDE},
     "tasks/reward.py": {"await finished": REWARD, "ctx.stream.wait": INSIDE},
     "tasks/rollout.py": {
         "asyncio.sleep": "of no length: others get a turn",
@@ -180,18 +180,21 @@ ROWS = {
     "tasks/runtime/engines.py": {"self._cluster.join": INSIDE},
     "tasks/runtime/tracking.py": {"time.sleep": COUNTED},
     "tasks/runtime/trainer.py": {"self._cluster.join": INSIDE},
-    "tasks/samples/batch/eager_passes.py": {"stream.wait": INSIDE},
-    "tasks/samples/batch/landed_parts.py": {"stream.wait": INSIDE},
-    "tasks/samples/choosing.py": {"ctx.stream.wait": INSIDE},
-    "tasks/samples/generation.py": {"async with self._places": REQUEST, "async with self._ready": HELD},
-    "tasks/samples/part_writer.py": {
+    "tasks/batching/eager_passes.py": {"stream.wait": INSIDE},
+    "tasks/batching/landed_parts.py": {"stream.wait": INSIDE},
+    "tasks/batching/batch_selection.py": {"ctx.stream.wait": INSIDE},
+    "tasks/generation/single_samples.py": {
+        "async with self._places": REQUEST,
+        "async with self._ready": HELD,
+    },
+    "tasks/generation/part_writer.py": {
         "async with self._moved": HELD,
         "self._moved.wait_for": INSIDE,
         "self._queue.get": "until the body of `open` ends, which has deadlines itself",
     },
-    "tasks/samples/scoring_batches.py": {"await future": REWARD},
-    "tasks/sessions/runner.py": {"async with self._rollouts": SESSION},
-    "tasks/sessions/session_rollout.py": {"self._places.acquire": SESSION},
+    "tasks/scoring/scoring_batches.py": {"await future": REWARD},
+    "tasks/generation/sessions/runner.py": {"async with self._rollouts": SESSION},
+    "tasks/generation/sessions/session_rollout.py": {"self._places.acquire": SESSION},
     "tasks/shards/board.py": {
         "self._changed.wait": "the timeout that is asked for: CALL_S",
         "self._cluster.join": INSIDE,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from millrace.connectors.storage.local import locked
+from millrace.connectors.host.local_files import locked
 from tests.soak import forms, neighbours, promises, rollouts, victims
 from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, OWN_VICTIMS, Point
 from tests.soak.starts import Started, Starts, overrides

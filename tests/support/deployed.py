@@ -33,7 +33,7 @@ class Deployed:
         self._headers = {"Content-Type": "application/json", **basic(login)}
         self.environment["PWD"] = str(folder)
         self._command = [python, "-P", "-m", "prefect", "--no-prompt"]
-        self._millrace = [python, "-P", "-m", "millrace.flows.cli"]
+        self._millrace = [python, "-P", "-m", "millrace.flows.commands"]
         self.worker: psutil.Process | None = None
 
     def prefect(self, *arguments: str) -> str:

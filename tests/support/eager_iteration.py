@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from millrace.connectors.megatron.chunks import hash_of
-from millrace.connectors.megatron.packing import cut_into, read_rows
 from millrace.connectors.storage.parts import write_part
+from millrace.connectors.trainers.megatron.chunks import hash_of
+from millrace.connectors.trainers.megatron.packing import cut_into, read_rows
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import GeneratedSample, ScoredSample
+from millrace.tasks.batching.eager_passes import eager_passes
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.batch.eager_passes import eager_passes
 from millrace.tasks.stream import Joined, Stream
 from tests.support.stored_samples import drawn_group, sample_of
 

@@ -46,7 +46,7 @@ def embedded_engine(
     command = [
         sys.executable,
         "-m",
-        "millrace.connectors.embedded",
+        "millrace.connectors.engines.embedded",
         "--model-path",
         str(model),
         "--port",

@@ -39,7 +39,7 @@ class Workplace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.command = [sys.executable, "-m", "millrace.flows.cli"]
+        self.command = [sys.executable, "-m", "millrace.flows.commands"]
         self.environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
         for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
             self.environment.pop(name, None)

@@ -1,4 +1,4 @@
-"""Checks of millrace.connectors.megatron.model.kernels on random inputs, for a device with Triton: python kernel_checks.py cpu|cuda.
+"""Checks of millrace.connectors.trainers.megatron.model.kernels on random inputs, for a device with Triton: python kernel_checks.py cpu|cuda.
 
 Each compares a kernel's values and gradients with the definition's in float64.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.connectors.megatron.model import attention, dense_attention, fused, kernels
+from millrace.connectors.trainers.megatron.model import attention, dense_attention, fused, kernels
 from tests.support.distances import distance
 
 

@@ -18,8 +18,8 @@ from millrace.core.algorithms.kl_controller import KLController
 from millrace.core.algorithms.losses import value_loss
 from millrace.core.algorithms.objective import Objective
 from millrace.core.algorithms.packed import spread
-from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
+from millrace.core.contracts.token_batch import TokenBatch
 
 LR, CLIP_GRAD = 1e-3, 0.5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
-from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.trainers.megatron.rank import TrainerRank
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.core.hooks import RewardInput
+from millrace.core.hooks.functions import RewardInput
 
 
 class Length:

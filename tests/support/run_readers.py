@@ -17,13 +17,13 @@ from typing import Any, cast
 
 import duckdb
 
-from millrace.connectors.megatron.rank import TrainerRank
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.iteration_files import IterationFiles, commit_again
 from millrace.connectors.storage.run_folder import RunFolder, numbers_of
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.flows.tools.branch import branch_run
@@ -31,14 +31,14 @@ from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.ledger import accounts_of_run
 from millrace.flows.tools.replay import export_folder
 from millrace.flows.tools.sql import connect
+from millrace.tasks.batching.deferred_groups import join, read_cut
+from millrace.tasks.batching.reused_groups import read_reused
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate_version
 from millrace.tasks.run_recorded import _check_found
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.runtime.scoring import Scoring
 from millrace.tasks.runtime.trainer import recorded_step
-from millrace.tasks.samples.batch.reused_groups import read_reused
-from millrace.tasks.samples.joined_groups import join, read_cut
 
 OPEN, STEPS = 2, 2  # the run's open iteration, and its steps an iteration
 COMMITTED, UNDER_WAY = f"iterations/{OPEN - 1:06d}", f"iterations/{OPEN:06d}"

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.workers.mcp_tools import tool_schemas
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code.mcp_tools import tool_schemas
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Session
 from millrace.core.contracts.turns import TurnRow
-from millrace.core.slime.arguments import OF_GENERATION
-from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.generation import SampleGenerator
-from millrace.tasks.sessions.runner import MadeSample, SessionRunner, session_task
-from millrace.tasks.sessions.session_rollout import Opening
+from millrace.core.hooks.slime.arguments import OF_GENERATION
+from millrace.tasks.generation.failures import FailureBudget
+from millrace.tasks.generation.sessions.runner import MadeSample, SessionRunner, session_task
+from millrace.tasks.generation.sessions.session_rollout import Opening
+from millrace.tasks.generation.single_samples import SampleGenerator
 
 TEMPERATURE = 1.0  # an engine gives log-probabilities of a prompt at no other
 NEW_TOKENS = 12

@@ -6,20 +6,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from millrace.connectors.engines.sglang.client import Generation
+from millrace.connectors.engines.sglang.dispatching.flushing import Flush
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
-from millrace.connectors.sglang.client import Generation
-from millrace.connectors.sglang.dispatching.flushing import Flush
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.rollout import Sampling, Session
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.sessions.tools import load_tools
-from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.generation import SampleGenerator
-from millrace.tasks.sessions.runner import MadeSample, SessionRunner, session_task
-from millrace.tasks.sessions.session_rollout import Opening
+from millrace.tasks.generation.failures import FailureBudget
+from millrace.tasks.generation.sessions.runner import MadeSample, SessionRunner, session_task
+from millrace.tasks.generation.sessions.session_rollout import Opening
+from millrace.tasks.generation.single_samples import SampleGenerator
 from tests.support.chat_templates import tokenizer_of
 from tests.support.scripted_engines import ScriptedEngines, generation
 

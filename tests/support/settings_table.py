@@ -74,33 +74,35 @@ ROWS: dict[str, Row] = {
     **_any_start("tasks/runtime/runtime.py", "storage.root"),
     **_branch("tasks/rollout.py", *_under("rollout.sampling", SAMPLING)),
     **_branch(
-        "connectors/workers/session_worker.py",
+        "connectors/user_code/session_worker.py",
         *_under("rollout.session.function", FUNCTION),
         *_under("rollout.session.environment", FUNCTION),
     ),
     **_branch("core/sessions/selection.py", *_under("rollout.session.named.0", f"{FUNCTION} name")),
     **_branch("core/sessions/tools.py", *_under("rollout.session.tools.0", "function options name")),
     **_branch(
-        "connectors/workers/mcp_server.py",
+        "connectors/user_code/mcp_server.py",
         *_under("rollout.session.tools.0.mcp", "command url env headers only"),
     ),
-    **_branch("tasks/sessions/session_rollout.py", *_under("rollout.session", "max_turns max_tokens")),
+    **_branch(
+        "tasks/generation/sessions/session_rollout.py", *_under("rollout.session", "max_turns max_tokens")
+    ),
     **_branch("flows/preflight/check_session.py", "rollout.session.history"),
     **_any_start(
-        "connectors/workers/session_pool.py",
+        "connectors/user_code/session_pool.py",
         *_under("rollout.session", "workers timeout_s rollout_timeout_s max_processes"),
     ),
-    **_any_start("connectors/workers/session_worker.py", "rollout.session.memory_mb"),
-    **_any_start("tasks/sessions/runner.py", *_under("rollout.session", "max_rollouts max_calls")),
-    **_branch("core/buffer/choice.py", *_under("rollout.buffer", "choose strata")),
-    **_branch("core/buffer/choice.py", *_under("rollout.buffer.buffer_filter", FUNCTION)),
+    **_any_start("connectors/user_code/session_worker.py", "rollout.session.memory_mb"),
+    **_any_start("tasks/generation/sessions/runner.py", *_under("rollout.session", "max_rollouts max_calls")),
+    **_branch("core/accounts/buffer_choice.py", *_under("rollout.buffer", "choose strata")),
+    **_branch("core/accounts/buffer_choice.py", *_under("rollout.buffer.buffer_filter", FUNCTION)),
     **_branch("tasks/sample_prompts.py", *_under("rollout.buffer", "share max_age max_uses")),
-    **_any_start("tasks/samples/generation.py", "rollout.max_concurrency"),
+    **_any_start("tasks/generation/single_samples.py", "rollout.max_concurrency"),
     **_any_start("tasks/shards/attempts.py", "rollout.shards"),
-    **_any_start("core/pipeline/sharding.py", "placement.task_runner"),
+    **_any_start("core/sharding.py", "placement.task_runner"),
     **_any_start("tasks/rollout.py", *_under("rollout", "part_groups max_failed_share")),
-    **_any_start("tasks/samples/answers.py", "rollout.flush_tokens"),
-    **_any_start("connectors/sglang/fleet.py", *_under("rollout", "progress_timeout_s attempts")),
+    **_any_start("tasks/generation/answers.py", "rollout.flush_tokens"),
+    **_any_start("connectors/engines/sglang/fleet.py", *_under("rollout", "progress_timeout_s attempts")),
     **_branch("tasks/runtime/scoring.py", *_under("reward", f"{FUNCTION} group")),
     **_branch("core/rewards/selection.py", *_under("reward.named.0", f"{FUNCTION} group name")),
     **_branch("core/rewards/selection.py", *_under("data.sources.0.reward", f"{FUNCTION} group")),
@@ -110,15 +112,17 @@ ROWS: dict[str, Row] = {
     ),
     **_any_start("tasks/reward.py", "reward.max_failed_share"),
     **_branch(
-        "core/group_filters.py", *_under("filter", "drop_zero_variance reward_band max_truncated_share")
+        "core/hooks/group_filters.py", *_under("filter", "drop_zero_variance reward_band max_truncated_share")
     ),
     **_branch(
-        "core/group_filters.py", "filter.max_mean_response_tokens", *_under("filter.group_filter", FUNCTION)
+        "core/hooks/group_filters.py",
+        "filter.max_mean_response_tokens",
+        *_under("filter.group_filter", FUNCTION),
     ),
     **_branch("tasks/sample_prompts.py", "filter.refill_factor"),
     **_any_start("tasks/filter.py", "filter.when_insufficient"),
-    **_any_start("tasks/samples/choosing.py", "filter.oversample"),
-    **_any_start("tasks/samples/judging.py", "filter.max_failed_share"),
+    **_any_start("tasks/batching/batch_selection.py", "filter.oversample"),
+    **_any_start("tasks/batching/judged_groups.py", "filter.max_failed_share"),
     **_branch(
         REBUILT,
         *_under(
@@ -142,12 +146,12 @@ ROWS: dict[str, Row] = {
         "trainer.megatron",
     ),
     **_any_start(
-        "connectors/rewards/served_teacher.py",
+        "connectors/teachers/served_teacher.py",
         *_under("algorithm.teacher_server", "url protocol key concurrency timeout_s attempts"),
     ),
-    **_branch("connectors/rewards/served_teacher.py", *_under("algorithm.teacher_server", "model top_k")),
+    **_branch("connectors/teachers/served_teacher.py", *_under("algorithm.teacher_server", "model top_k")),
     **_branch("tasks/runtime/hints.py", *_under("algorithm.teacher_server.hint", FUNCTION)),
-    **_any_start("connectors/rewards/teacher_tokenizer.py", "algorithm.teacher_server.same_tokenizer"),
+    **_any_start("connectors/teachers/teacher_tokenizer.py", "algorithm.teacher_server.same_tokenizer"),
     **_branch(TRAINED_WITH, "algorithm.kl_coef", "algorithm.advantage.critic.lr"),
     **_any_start(REBUILT, "algorithm.on_policy_guard"),
     **_branch(TRAINED_WITH, *_under("trainer.optimizer", "lr betas eps weight_decay clip_grad")),
@@ -178,7 +182,7 @@ ROWS: dict[str, Row] = {
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
     **_any_start("tasks/sync_weights.py", "sync.max_prompt_gap"),
     **_any_start("tasks/checkpoint.py", *_under("checkpoint", "keep_last keep_every keep_best")),
-    **_any_start("core/pipeline/periodic.py", *_under("checkpoint", "every export_every export_last")),
+    **_any_start("core/config/plan/periodic.py", *_under("checkpoint", "every export_every export_last")),
     **_any_start(
         "tasks/evaluate.py",
         *_under(
@@ -188,9 +192,9 @@ ROWS: dict[str, Row] = {
         ),
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),
-    **_any_start("core/pipeline/periodic.py", "evaluation.every"),
+    **_any_start("core/config/plan/periodic.py", "evaluation.every"),
     **_any_start("core/config/run_config.py", "checkpoint.background", "evaluation.background"),
     **_any_start("tasks/runtime/tracking.py", *_under("tracking", "trackers uri system_metrics")),
-    **_any_start("tasks/report.py", "tracking.samples"),
+    **_any_start("tasks/reporting/report.py", "tracking.samples"),
 }
 TRAINED = {path for path, row in ROWS.items() if row.proof == TRAINED_WITH}

@@ -14,16 +14,16 @@ import orjson
 from aiohttp import web
 from prefect import Task
 
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.ray.actors import Actor
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.parts import list_parts, read_parts
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.errors import ActorLostError, EngineLostError
-from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.shards.board import Board, BoardKeeper, Facts, ShardCall

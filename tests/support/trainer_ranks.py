@@ -115,7 +115,7 @@ def log_probabilities(rank: Any, batch_url: str) -> dict[str, list[float]]:
     """Log-probabilities of every sample's response tokens under a rank's weights; from rank 0, {} elsewhere."""
     import torch.distributed as dist
 
-    from millrace.connectors.megatron.packing import make_packs
+    from millrace.connectors.trainers.megatron.packing import make_packs
 
     learner = rank.learner
     with rank._working("score"):
@@ -229,7 +229,7 @@ class Workers:
 
 def _serve(pipe: Any, number: int) -> None:
     import tests.support.rank_imports  # noqa: F401 done already, where this process was forked
-    from millrace.connectors.megatron.rank import TrainerRank
+    from millrace.connectors.trainers.megatron.rank import TrainerRank
 
     rank: Any = None
     while True:

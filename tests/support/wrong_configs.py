@@ -207,7 +207,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("too little memory", ["reward.memory_mb=1"], "reward.memory_mb"),
     ("filter with another signature", ["filter.group_filter=hooks_of_a_user:no_sample"], "filter.group_filter.function"),
     ("unknown option of a filter",
-     ["filter.group_filter={function: 'millrace.core.group_filters:not_all_wrong', options: {wrongs: 1}}"],
+     ["filter.group_filter={function: 'millrace.core.hooks.group_filters:not_all_wrong', options: {wrongs: 1}}"],
      "filter.group_filter.options"),
     ("a band upside down", ["filter.reward_band=[0.8, 0.2]"], "filter.reward_band"),
     ("a band without an end", ["filter.reward_band=[0.2]"], "filter.reward_band"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.workers import session_pool
+from millrace.connectors.user_code import session_pool
 from millrace.core.config import RunConfig
 from tests.support.session_place import Engines, Place
 from tests.support.shards_here import GROUPS, SAMPLES

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.connectors.embedded.text import Text
+from millrace.connectors.engines.embedded.text import Text
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config import RunConfig
 from millrace.core.config.model import Model
 from millrace.core.errors import EngineError
-from millrace.core.model_folder.ends import engine_ends, name_ends
+from millrace.core.families.ends import engine_ends, name_ends
 from millrace.flows.preflight.check_ends import answer_ends
 from millrace.flows.preflight.check_model import Checkpoint, check_model
 from tests.support.chat_templates import tokenizer_of

@@ -11,19 +11,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from millrace.connectors.engines.sglang.client import Generation
+from millrace.connectors.engines.sglang.dispatching.flushing import Flush
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
-from millrace.connectors.sglang.client import Generation
-from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.connectors.storage.parts import read_parts
-from millrace.core.account.count import COLUMNS, account_of
+from millrace.core.accounts.token_counts import COLUMNS, account_of
 from millrace.core.config.rollout import Sampling
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import JudgedSample
 from millrace.core.contracts.turns import TurnRow
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.answers import Answers
+from millrace.tasks.generation.single_samples import SampleGenerator
 from millrace.tasks.rollout import row_writer, sample_generator
-from millrace.tasks.samples.answers import Answers
-from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.stream import Joined
 from tests.support.scripted_engines import ScriptedEngines
 from tests.support.stored_samples import drawn_group, sample_of

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.megatron.refusals import refuse_gap
+from millrace.connectors.trainers.megatron.refusals import refuse_gap
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.contracts.failures import Failures, RestartBudget
 from millrace.core.contracts.rows.prompts import Quarantined
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import MillraceError
-from millrace.core.group_filters import Judgement
+from millrace.core.hooks.group_filters import Judgement
 from millrace.core.logprob_gap import Cause
+from millrace.tasks.batching.judged_groups import _budget as filter_budget
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import too_many_unusable
 from millrace.tasks.filter import _keep
 from millrace.tasks.reward import reward_budget
 from millrace.tasks.rollout import sample_generator
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.judging import _budget as filter_budget
-from millrace.tasks.samples.scored_group import ScoredGroup
+from millrace.tasks.scoring.scored_group import ScoredGroup
 
 LIMIT = re.compile(
     r"max_(?!truncated)\w*share|restarts|attempts|retries|(?<!p)refill|timeout|wait_s|max_\w*gap|tries|budget"
@@ -96,15 +96,15 @@ BUDGETS: dict[str, tuple[Callable[[IterationContext], None], str, str]] = {  # w
     "data.max_quarantined_share": (unusable_rows, "row 0: 'text'", "raise the share"),
 }
 ONE_CAUSE = {  # what has one cause each time, and where the message is that names the field
-    "rollout.attempts": "connectors/sglang/dispatcher.py",
-    "rollout.progress_timeout_s": "connectors/sglang/client.py",
-    "rollout.session.timeout_s": "connectors/workers/session_pool.py",
-    "rollout.session.rollout_timeout_s": "connectors/workers/session_pool.py",
+    "rollout.attempts": "connectors/engines/sglang/dispatcher.py",
+    "rollout.progress_timeout_s": "connectors/engines/sglang/client.py",
+    "rollout.session.timeout_s": "connectors/user_code/session_pool.py",
+    "rollout.session.rollout_timeout_s": "connectors/user_code/session_pool.py",
     "reward.timeout_s": "tasks/runtime/scoring.py",
     "run.progress_timeout_s": "core/waits/deadline.py",
-    "engines.start_timeout_s": "connectors/sglang/process.py",
+    "engines.start_timeout_s": "connectors/engines/sglang/process.py",
     "placement.wait_s": "connectors/ray/placement.py",
-    "sync.max_logprob_gap": "connectors/megatron/refusals.py",
+    "sync.max_logprob_gap": "connectors/trainers/megatron/refusals.py",
     "sync.max_prompt_gap": "tasks/weight_check.py",
 }
 

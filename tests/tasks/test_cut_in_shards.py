@@ -15,8 +15,8 @@ from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED
 from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.ids import sample_id
+from millrace.tasks.batching.deferred_groups import UNFINISHED, join
 from millrace.tasks.context import IterationContext
-from millrace.tasks.samples.joined_groups import UNFINISHED, join
 from millrace.tasks.shards.driver import ShardedIteration
 from tests.support.shards_here import GROUPS, INDEX, PARTIAL, SAMPLES, Engine, Place, rows, until
 

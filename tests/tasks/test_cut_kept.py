@@ -16,12 +16,12 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.cut import Cut
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.tasks.batching.deferred_groups import join, read_cut
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.rollout import _deferral, _read_groups
 from millrace.tasks.run_recorded import _check_found
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.joined_groups import join, read_cut
 from millrace.tasks.stream import Stream
 from tests.tasks.test_filter import DRAWN, EACH, drawn, rollout, score
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.megatron.chunks import hash_of
-from millrace.connectors.megatron.packing import read_rows
 from millrace.connectors.storage.run_folder import EAGER
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.megatron.chunks import hash_of
+from millrace.connectors.trainers.megatron.packing import read_rows
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
 from millrace.tasks.train_step import train_step

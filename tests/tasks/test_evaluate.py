@@ -11,13 +11,13 @@ import pytest
 
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.workers.pool import Outcome
+from millrace.connectors.user_code.pool import Outcome
 from millrace.core.config import RunConfig
-from millrace.core.contracts.figures import evaluation_metrics
 from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import Scorable
 from millrace.core.errors import BudgetError
+from millrace.core.evaluation_names import evaluation_metrics
 from millrace.core.rewards.scoring import score_sample
 from millrace.core.rewards.selection import Selected
 from millrace.tasks.context import IterationContext

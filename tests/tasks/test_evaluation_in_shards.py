@@ -17,7 +17,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.data.prompt_dataset import PromptSet
 from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.evaluate import evaluate_before
-from millrace.tasks.samples.held_out import PROMPTS
+from millrace.tasks.generation.held_out import PROMPTS
 from millrace.tasks.shards.board import Attempt
 from millrace.tasks.shards.driver import ShardedEvaluation
 from tests.support.shards_here import VERSION, Engine, Place, until

@@ -11,8 +11,8 @@ import pytest
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.core.config import RunConfig
 from millrace.core.errors import BudgetError, EngineLostError
-from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.generation import SampleGenerator
+from millrace.tasks.generation.failures import FailureBudget
+from millrace.tasks.generation.single_samples import SampleGenerator
 from tests.support.scripted_engines import FEW, ScriptedEngines
 
 MakeConfig = Callable[..., RunConfig]

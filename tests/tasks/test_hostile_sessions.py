@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from millrace.core.contracts.turns import TurnRow
-from millrace.tasks.sessions.runner import MadeSample, session_task
-from millrace.tasks.sessions.session_rollout import Opening
+from millrace.tasks.generation.sessions.runner import MadeSample, session_task
+from millrace.tasks.generation.sessions.session_rollout import Opening
 from tests.support.session_place import CALL, TOKENIZER, Place, shown
 
 MODULE = "tests.support.hostile_code"

@@ -12,8 +12,8 @@ from millrace.connectors.storage.parts import write_part
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError, MissingFileError
-from millrace.tasks.samples.batch import landed_parts
-from millrace.tasks.samples.batch.landed_parts import LandedParts
+from millrace.tasks.batching import landed_parts
+from millrace.tasks.batching.landed_parts import LandedParts
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
 

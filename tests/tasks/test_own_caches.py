@@ -11,7 +11,7 @@ from pathlib import Path
 import millrace
 
 ROOT = Path(millrace.__file__).parent
-DRAW = "from millrace.tasks.pages import pictures; pictures.curves_png(pictures.Curves())"
+DRAW = "from millrace.tasks.reporting import pictures; pictures.curves_png(pictures.Curves())"
 
 
 def test_a_picture_leaves_nothing_in_the_users_home_but_in_millraces_own_folder(tmp_path: Path) -> None:

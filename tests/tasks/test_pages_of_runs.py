@@ -16,9 +16,9 @@ from markdown_it import MarkdownIt
 
 from millrace.core.contracts.sample import BatchSample, GeneratedSample, ScoredSample
 from millrace.core.metric_names import name_part
-from millrace.tasks.pages.curves import Curves
-from millrace.tasks.pages.pictures import curves_png, drawn
-from millrace.tasks.pages.sample_groups import (
+from millrace.tasks.reporting.curves import Curves
+from millrace.tasks.reporting.pictures import curves_png, drawn
+from millrace.tasks.reporting.sample_groups import (
     LONGEST,
     _Group,
     _group_lines,
@@ -27,8 +27,8 @@ from millrace.tasks.pages.sample_groups import (
     samples_text,
     spread,
 )
-from millrace.tasks.pages.texts import iteration_text, run_text
-from millrace.tasks.pages.time_bars import WIDTH, covered, sparkline, time_bars, time_shares
+from millrace.tasks.reporting.texts import iteration_text, run_text
+from millrace.tasks.reporting.time_bars import WIDTH, covered, sparkline, time_bars, time_shares
 from tests.support.odd_texts import ODD_TEXTS
 from tests.support.stored_run import write_run
 
@@ -209,7 +209,7 @@ def test_groups_that_wait_since_earlier_iterations_are_counted_and_not_shown(tmp
 
 
 def test_samples_are_read_by_columns_that_there_are() -> None:
-    from millrace.tasks.pages.sample_groups import GENERATED, KEPT, SCORED
+    from millrace.tasks.reporting.sample_groups import GENERATED, KEPT, SCORED
 
     assert set(GENERATED) <= set(GeneratedSample.__slots__)
     names = {field.name for field in dataclasses.fields(BatchSample)}

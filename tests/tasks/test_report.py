@@ -14,11 +14,11 @@ import pytest
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.contracts.figures import evaluation_metrics
-from millrace.core.contracts.tracker import Tracker
-from millrace.tasks import report
+from millrace.core.evaluation_names import evaluation_metrics
+from millrace.core.tracker import Tracker
 from millrace.tasks.context import IterationContext
-from millrace.tasks.report import _headline, _key, _name, run_tags
+from millrace.tasks.reporting import report
+from millrace.tasks.reporting.report import _headline, _key, _name, run_tags
 from millrace.tasks.runtime.tracking import Tracking
 
 

@@ -11,10 +11,10 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import GeneratedSample
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.answers import generated_sample
+from millrace.tasks.generation.single_samples import Answer
 from millrace.tasks.rollout import row_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.answers import generated_sample
-from millrace.tasks.samples.generation import Answer
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group
 

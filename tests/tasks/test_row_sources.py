@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from millrace.tasks.samples.batch import row_sources
-from millrace.tasks.samples.batch.row_sources import RowSources
+from millrace.tasks.batching import row_sources
+from millrace.tasks.batching.row_sources import RowSources
 
 
 def table_of(source: int) -> pa.Table:

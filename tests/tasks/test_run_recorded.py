@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 import pytest
 
-from millrace.connectors.storage.local import library_log
+from millrace.connectors.host.local_files import library_log
 from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import (
     BudgetError,

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from millrace.connectors.workers.mcp_tools import server_schemas
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code.mcp_tools import server_schemas
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.data import Source
 from millrace.core.config.filter import Filter
 from millrace.core.config.rollout import McpServer, Session
-from millrace.core.config.rules.secrets import is_replaced
+from millrace.core.config.secret_rules import is_replaced
 from millrace.core.contracts.rows.prompts import Quarantined
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.group_filters import GroupSample, judge_group
-from millrace.core.hooks import call_function
+from millrace.core.hooks.functions import call_function
+from millrace.core.hooks.group_filters import GroupSample, judge_group
 from millrace.core.rewards.selection import Selected
 from millrace.core.sessions.interface import Task
 from millrace.tasks.data.own_rows import OwnRows

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.workers.pool import Outcome
+from millrace.connectors.user_code.pool import Outcome
 from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import Scorable
 from millrace.tasks.runtime.scoring import Scoring
@@ -79,7 +79,7 @@ async def test_groups_that_wait_do_so_together(make_config: Make) -> None:
 async def test_a_hostile_sample_costs_no_other_of_its_batch(
     make_config: Make, monkeypatch: pytest.MonkeyPatch, response: str, kind: str, reason: str
 ) -> None:
-    monkeypatch.setattr("millrace.tasks.samples.scoring_batches.GRACE_S", 0.5)
+    monkeypatch.setattr("millrace.tasks.scoring.scoring_batches.GRACE_S", 0.5)
     reward = {"function": "tests.support.reward_forms:waits", "concurrency": 8, "timeout_s": 2}
     found = await outcomes(make_config(reward=reward), ["ok", response, "fine", "ok"])
     assert [each.value and each.value["reward"] for each in found] == [2.0, None, 4.0, 2.0], found

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.connectors.sglang.client import EngineClient, Generation, OnPart
-from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.sglang.dispatching.flushing import Flush
+from millrace.connectors.engines.sglang.client import EngineClient, Generation, OnPart
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.dispatching.flushing import Flush
 from millrace.core.contracts.ids import tokens_hash
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import EngineLostError
-from millrace.tasks.samples.generation import Answer
-from millrace.tasks.samples.segments.answer_segments import AnswerSegments
-from millrace.tasks.samples.segments.made import Made
+from millrace.tasks.generation.answer_segments import AnswerSegments
+from millrace.tasks.generation.answer_so_far import Made
+from millrace.tasks.generation.single_samples import Answer
 from tests.support.stored_samples import drawn_group
 
 GROUP = drawn_group(0)

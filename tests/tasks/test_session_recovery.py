@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.tasks.sessions.record import stored_events
+from millrace.tasks.generation.sessions.rollout_record import stored_events
 from tests.support.session_place import Place, shown
 
 CUTS = [0, 1, 2, 3, 4, 5]

@@ -12,8 +12,8 @@ from millrace.core.config.data import Source
 from millrace.core.contracts.ids import turn_seed
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import BudgetError
-from millrace.tasks.sessions.runner import MadeSample, session_task
-from millrace.tasks.sessions.session_rollout import Opening
+from millrace.tasks.generation.sessions.runner import MadeSample, session_task
+from millrace.tasks.generation.sessions.session_rollout import Opening
 from tests.support.session_place import CALL, FUNCTIONS, TOKENIZER, Place, shown
 
 

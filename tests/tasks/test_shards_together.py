@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.parts import list_parts, read_parts, write_part
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.takeovers import take_over
+from millrace.core.accounts.staleness import Ahead, VersionRange
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
 from millrace.core.errors import ActorLostError, BudgetError, EngineError
-from millrace.core.staleness import Ahead, VersionRange
 from millrace.tasks.shards.board import ShardCall, ShardReplacedError
 from millrace.tasks.shards.driver import ShardedIteration
 from tests.support.local_board import LocalBoard

@@ -17,10 +17,10 @@ from millrace.core.waits.heartbeat import beat
 from millrace.flows.driver.iteration_slots import Progress, Stage
 from millrace.flows.driver.run_record import record_verdict
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.part_writer import PartWriter
 from millrace.tasks.reward import reward
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.part_writer import PartWriter
 from millrace.tasks.stream import Stream
 
 SHORT = Limit(0.2)

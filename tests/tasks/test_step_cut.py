@@ -14,11 +14,11 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import BudgetError
+from millrace.tasks.batching.kept_groups import KeptGroups
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import _steps
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.batch.kept_groups import KeptGroups
-from millrace.tasks.samples.scored_group import ScoredGroup
+from millrace.tasks.scoring.scored_group import ScoredGroup
 
 MakeConfig = Callable[..., RunConfig]
 

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.ray import cluster
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError

@@ -16,8 +16,8 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, StorageError
 from millrace.tasks.context import IterationContext
+from millrace.tasks.generation.stored_rollouts import TASKS, take_rollouts
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.stored_rollouts import TASKS, take_rollouts
 from tests.support.stored_run import CONFIG, write_run
 
 

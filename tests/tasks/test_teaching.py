@@ -19,12 +19,12 @@ from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import BudgetError
 from millrace.core.metrics import teacher_metrics
+from millrace.tasks.batching.deferred_groups import join
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.reward import reward, take_back_failures
 from millrace.tasks.runtime.hints import with_hint
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.joined_groups import join
 from millrace.tasks.stream import Stream
 from tests.support.engine_process import CLOSE, peaked_model, reference_logits, reference_logprobs
 from tests.support.stored_samples import drawn_group, sample_of

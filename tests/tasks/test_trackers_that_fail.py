@@ -14,8 +14,8 @@ import pytest
 from millrace.connectors.mlflow import tracker
 from millrace.connectors.mlflow.tracker import MlflowTracker
 from millrace.core.config import RunConfig
-from millrace.core.contracts.tracker import Tracker
 from millrace.core.errors import TrackerError
+from millrace.core.tracker import Tracker
 from millrace.tasks.runtime import tracking
 from millrace.tasks.runtime.tracking import Backlog, Tracking
 from tests.support.wrong_configs import GOOD

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher, EngineAddress
 from millrace.connectors.ray.actors import Actor
-from millrace.connectors.sglang.dispatcher import Dispatcher, EngineAddress
 from millrace.connectors.storage.parts import read_parts
+from millrace.core.accounts.staleness import Ahead
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.topics import Batch
 from millrace.core.errors import BudgetError
-from millrace.core.staleness import Ahead
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.shards.attempts import DriverSide

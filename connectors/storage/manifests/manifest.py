@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from millrace.connectors.storage.files import FileEntry
+from millrace.core.accounts.history import IterationHistory
 from millrace.core.contracts import schema
-from millrace.core.contracts.history import IterationHistory
 
 
 class Manifest(BaseModel):

@@ -6,8 +6,8 @@ from typing import Any
 
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.store import Store
-from millrace.core.contracts.history import GroupOutcome, IterationHistory
-from millrace.core.curriculum.parts import part_name
+from millrace.core.accounts.history import GroupOutcome, IterationHistory
+from millrace.core.accounts.source_parts import part_name
 from millrace.core.errors import CorruptFileError
 
 JOINED = "joined.parquet"  # groups that the iteration before deferred

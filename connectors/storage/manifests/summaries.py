@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.store import LARGEST_JSON, Store
-from millrace.core.contracts.history import IterationHistory
+from millrace.core.accounts.history import IterationHistory
 from millrace.core.errors import CorruptFileError, MissingFileError
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from millrace.connectors.host.own_folders import own_folder
 from millrace.connectors.storage.faults import retried
 from millrace.connectors.storage.files import in_threads
-from millrace.connectors.storage.own_folders import own_folder
 from millrace.connectors.storage.sources.formats import MARK, Item, batches_of, line_of, parse_batch
 from millrace.connectors.storage.sources.locate import DataFiles, Located, located, where
 from millrace.core.errors import DataError

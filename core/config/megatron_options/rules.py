@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from millrace.core.architecture import Architecture
 from millrace.core.config.megatron_options import stages
 from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
@@ -12,6 +11,7 @@ from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
+from millrace.core.families.architecture import Architecture
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from millrace.core.architecture import Architecture
 from millrace.core.config.plan.memory import Part, saved_bytes
 from millrace.core.config.plan.numbers import Numbers
 from millrace.core.config.run_config import RunConfig
+from millrace.core.families.architecture import Architecture
 
 BYTES_PER_TOKEN = 16  # stored bytes of rollouts, batch and rewards together, compressed
 BYTES_PER_LOGPROB = 4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.core.config.run_config import RunConfig
-from millrace.core.pipeline.sharding import in_shards, not_in_shards
+from millrace.core.sharding import in_shards, not_in_shards
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.core.architecture import Architecture, architecture
 from millrace.core.config.megatron_options.stages import layers_of_stages
 from millrace.core.config.plan.layout import Layout
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.model_folder.config_file import read_hf_config
+from millrace.core.families.architecture import Architecture, architecture
+from millrace.core.families.config_file import read_hf_config
 
 FP32 = 4  # bytes
 LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk

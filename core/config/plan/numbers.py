@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from millrace.core.config.plan.periodic import exports_after, saves_after
+from millrace.core.config.plan.retention import checkpoints_to_drop, due
 from millrace.core.config.run_config import RunConfig
-from millrace.core.pipeline.periodic import exports_after, saves_after
-from millrace.core.retention import checkpoints_to_drop, due
 
 
 @dataclass(frozen=True)

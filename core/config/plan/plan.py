@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.core.architecture import architecture
 from millrace.core.config.plan.disk import disk, files
 from millrace.core.config.plan.layout import Layout, layout_of, visible_gpus
 from millrace.core.config.plan.memory import Part, engine_memory, host_memory, trainer_memory
 from millrace.core.config.plan.numbers import Numbers, numbers_of
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.model_folder.config_file import read_hf_config
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
 
 
 @dataclass(frozen=True)

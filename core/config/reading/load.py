@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from millrace.core.config import rules
+from millrace.core.config import all_rules as rules
+from millrace.core.config import secret_rules as secrets
 from millrace.core.config.parts.problems import Problem, render_problems
 from millrace.core.config.reading.files import Values, parse_values, read_files
 from millrace.core.config.reading.findings import as_problem, by_name, place_of
@@ -21,7 +22,6 @@ from millrace.core.config.reading.odd_values import odd_values
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.reading.own_paths import from_folder
 from millrace.core.config.reading.short_forms import without_short_forms
-from millrace.core.config.rules import secrets
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
 

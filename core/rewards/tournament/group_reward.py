@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.hooks.functions import RewardInput, RewardResult
 from millrace.core.rewards.forms import bound
 from millrace.core.rewards.tournament.schemes import SCHEMES, Pair
 

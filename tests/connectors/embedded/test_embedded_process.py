@@ -14,9 +14,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from millrace.connectors.embedded.sampling import SamplingParams
-from millrace.connectors.embedded.text import Text
-from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.engines.embedded.sampling import SamplingParams
+from millrace.connectors.engines.embedded.text import Text
+from millrace.connectors.engines.sglang.client import EngineClient
 from millrace.core.errors import EngineError
 from tests.support.chat_templates import tokenizer_of
 from tests.support.engine_process import embedded_engine
@@ -59,7 +59,7 @@ def test_a_wrong_model_path_ends_it_with_the_path_and_no_traceback(tmp_path: Pat
     command = [
         sys.executable,
         "-m",
-        "millrace.connectors.embedded",
+        "millrace.connectors.engines.embedded",
         "--model-path",
         str(tmp_path / "nowhere"),
         "--port",

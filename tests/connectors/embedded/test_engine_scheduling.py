@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.connectors.embedded.engine import Engine
-from millrace.connectors.embedded.model import ModelError
-from millrace.connectors.embedded.sampling import RequestError, SamplingParams
-from millrace.connectors.embedded.slots import Request
+from millrace.connectors.engines.embedded.engine import Engine
+from millrace.connectors.engines.embedded.model import ModelError
+from millrace.connectors.engines.embedded.sampling import RequestError, SamplingParams
+from millrace.connectors.engines.embedded.slots import Request
 
 TIMEOUT_S = 60
 PROMPT = [10, 20, 30]

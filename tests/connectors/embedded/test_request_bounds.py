@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from millrace.connectors.embedded import chat, engine, sampling, server, weight_group, weight_routes
-from millrace.connectors.embedded.door import Door
-from millrace.connectors.embedded.engine import Engine
-from millrace.connectors.embedded.sampling import KINDS, SamplingParams
-from millrace.connectors.embedded.server import Server
+from millrace.connectors.engines.embedded import chat, engine, sampling, server, weight_group, weight_routes
+from millrace.connectors.engines.embedded.door import Door
+from millrace.connectors.engines.embedded.engine import Engine
+from millrace.connectors.engines.embedded.sampling import KINDS, SamplingParams
+from millrace.connectors.engines.embedded.server import Server
 from millrace.core.contracts.handles import CONTINUED
 
 Client = TestClient[Any, Any]

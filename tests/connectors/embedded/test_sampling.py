@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.connectors.embedded.sampling import RequestError, SamplingParams, penalise, sample, uniform
+from millrace.connectors.engines.embedded.sampling import (
+    RequestError,
+    SamplingParams,
+    penalise,
+    sample,
+    uniform,
+)
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 DRAWS = [(n + 0.5) / 4000 for n in range(4000)]

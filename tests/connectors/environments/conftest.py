@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.workers.session_pool import SessionPool
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config.rollout import Session
 from tests.support.session_driver import Driver, start
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 
-from millrace.connectors.embedded.text import Text
+from millrace.connectors.engines.embedded.text import Text
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from millrace.connectors.huggingface import pretrained
 from millrace.connectors.huggingface.pretrained import GGUF, NEEDS, PACKAGE, make_smollm2
 from millrace.core.errors import ConfigError
-from millrace.flows.cli import app
+from millrace.flows.commands import app
 
 
 @pytest.fixture

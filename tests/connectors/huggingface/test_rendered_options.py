@@ -15,7 +15,7 @@ from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import ChatOptions
 from millrace.tasks.data.prompt_dataset import load_prompts
-from millrace.tasks.sessions.session_rollout import Opening
+from millrace.tasks.generation.sessions.session_rollout import Opening
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool['function']['name'] }},{% endfor %}"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from millrace.core.architecture import architecture
-from millrace.core.model_folder.config_file import read_hf_config
-from millrace.core.model_folder.tensors import weight_tensors
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.tensors import weight_tensors
 from tests.support.trainer_ranks import Group, Workers, configuration
 
 SIZE = 4096
@@ -53,7 +53,7 @@ def passed(rank: Any) -> list[tuple[dict[str, torch.Tensor], int, bool, int]]:
 
 def copied(rank: Any) -> set[str]:
     """What is not read where the parameters lie, by the last parts of the names."""
-    from millrace.connectors.megatron.weights.hf_tensors import hf_tensors
+    from millrace.connectors.trainers.megatron.weights.hf_tensors import hf_tensors
 
     held = {parameter.untyped_storage().data_ptr() for parameter in rank.policy.parameters()}
     return {
@@ -65,7 +65,7 @@ def copied(rank: Any) -> set[str]:
 
 def taken(rank: Any) -> list[str]:
     """Names of the tensors that a rank takes from a folder, once for each parameter."""
-    from millrace.connectors.megatron.weights.hf_tensors import mapped_parameters
+    from millrace.connectors.trainers.megatron.weights.hf_tensors import mapped_parameters
 
     return [name for _, mapping in mapped_parameters(rank.policy, rank.hf) for name in mapping.names]
 

@@ -17,10 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.connectors.embedded.model import PREFILL_SPAN, Decoder, Weights, read_shape, read_tensors
+from millrace.connectors.engines.embedded.model import (
+    PREFILL_SPAN,
+    Decoder,
+    Weights,
+    read_shape,
+    read_tensors,
+)
 from millrace.core.errors import ConfigError
-from millrace.core.model_folder.config_file import read_hf_config, resolved, undeclared_keys
-from millrace.core.model_folder.config_keys import (
+from millrace.core.families.config_file import read_hf_config, resolved, undeclared_keys
+from millrace.core.families.config_keys import (
     ALIASES,
     BOUND,
     FAMILIES,
@@ -165,10 +171,10 @@ def with_config(folder: Path, config: str) -> str:
 
 def trainers(rank: Any, folder: str, url: str) -> list[float]:
     """Log-probabilities by a second model that a rank builds from a folder."""
-    from millrace.connectors.megatron.forward_backward import LogprobForwardBackward
-    from millrace.connectors.megatron.packing import make_packs
-    from millrace.connectors.megatron.trainable_model import model_from_hf
-    from millrace.core.architecture import architecture
+    from millrace.connectors.trainers.megatron.forward_backward import LogprobForwardBackward
+    from millrace.connectors.trainers.megatron.packing import make_packs
+    from millrace.connectors.trainers.megatron.trainable_model import model_from_hf
+    from millrace.core.families.architecture import architecture
 
     hf = read_hf_config(folder)
     with rank._working("score"):
@@ -304,9 +310,9 @@ def test_each_key_changed_in_turn(
 
 def load(rank: Any, whose: str, folder: str) -> None:
     """Load a folder as a rank's policy, critic or teacher."""
-    from millrace.connectors.megatron.frozen_models import Teacher
-    from millrace.connectors.megatron.model.policy_model import CriticModel, PolicyModel
-    from millrace.connectors.megatron.trainable_model import model_from_hf
+    from millrace.connectors.trainers.megatron.frozen_models import Teacher
+    from millrace.connectors.trainers.megatron.model.policy_model import CriticModel, PolicyModel
+    from millrace.connectors.trainers.megatron.trainable_model import model_from_hf
     from millrace.core.config import RunConfig
 
     with rank._working("score"):

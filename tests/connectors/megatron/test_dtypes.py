@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from millrace.connectors.embedded.engine import Engine
-from millrace.connectors.embedded.model import Weights
-from millrace.connectors.sglang.launch import embedded_command, sglang_command
+from millrace.connectors.engines.embedded.engine import Engine
+from millrace.connectors.engines.embedded.model import Weights
+from millrace.connectors.engines.sglang.launch import embedded_command, sglang_command
 from millrace.core.config import RunConfig
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from millrace.connectors.megatron.model import fused
+from millrace.connectors.trainers.megatron.model import fused
 
 
 def test_the_norm_divides_by_the_root_mean_square() -> None:

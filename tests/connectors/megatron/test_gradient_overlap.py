@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def in_small_buckets(rank: Any) -> int:
     """Build the rank's model anew with buckets of few parameters; how many there are."""
-    from millrace.connectors.megatron.optim import ddp
+    from millrace.connectors.trainers.megatron.optim import ddp
 
     whole = ddp.DistributedDataParallelConfig
     ddp.DistributedDataParallelConfig = partial(whole, bucket_size=2000)  # type: ignore[misc, assignment]
@@ -40,7 +40,7 @@ def in_small_buckets(rank: Any) -> int:
 
 def add_output_gradient_in_place(rank: Any) -> None:
     """Have the output layer's gradient go by autograd, as on a GPU."""
-    from millrace.connectors.megatron.model import logprobs
+    from millrace.connectors.trainers.megatron.model import logprobs
 
     plain = logprobs._TokenLogprobs
 
@@ -58,7 +58,7 @@ def add_output_gradient_in_place(rank: Any) -> None:
 
 
 def add_it_by_autograd(rank: Any) -> None:
-    from millrace.connectors.megatron.model import logprobs
+    from millrace.connectors.trainers.megatron.model import logprobs
 
     logprobs._TokenLogprobs = rank.plain  # type: ignore[misc]
 

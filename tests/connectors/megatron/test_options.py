@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from packaging.requirements import Requirement
 
-from millrace.connectors.megatron.model.transformer_config import transformer_config
+from millrace.connectors.trainers.megatron.model.transformer_config import transformer_config
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
@@ -28,7 +28,7 @@ from millrace.core.config.megatron_options.rules import problems
 from millrace.core.config.megatron_options.table import OptionTable
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.contracts.step_request import StepRequest
-from millrace.core.model_folder.config_file import read_hf_config
+from millrace.core.families.config_file import read_hf_config
 from tests.connectors.megatron.fields import installed as installed_fields
 from tests.connectors.megatron.fields import kept as kept_fields
 from tests.connectors.megatron.test_gradient_overlap import watch

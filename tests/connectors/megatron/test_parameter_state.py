@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.connectors.megatron.checkpoint.host_copy import HostMemory
-from millrace.connectors.megatron.optim.parameter_state import Piece, owners_of, pieces_of
+from millrace.connectors.trainers.megatron.checkpoint.host_copy import HostMemory
+from millrace.connectors.trainers.megatron.optim.parameter_state import Piece, owners_of, pieces_of
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 

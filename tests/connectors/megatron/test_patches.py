@@ -1,4 +1,4 @@
-"""millrace assigns into objects of PyTorch and megatron-core in connectors/megatron/patches.py alone."""
+"""millrace assigns into objects of PyTorch and megatron-core in connectors/trainers/megatron/patches.py alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 import millrace
-from millrace.connectors.megatron.model.policy_model import submodules_of
+from millrace.connectors.trainers.megatron.model.policy_model import submodules_of
 
-PATCHES = "connectors/megatron/patches.py"
+PATCHES = "connectors/trainers/megatron/patches.py"
 FOLDERS = ("core", "connectors", "tasks", "flows")
 UPSTREAM = ("torch", "megatron")
 # attributes of megatron's and PyTorch's objects that patches.py sets on instances, which have no name to tell them by

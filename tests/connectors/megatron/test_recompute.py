@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.connectors.megatron.model.activation_drop import drop
+from millrace.connectors.trainers.megatron.model.activation_drop import drop
 from tests.support.trainer_ranks import VOCAB, Workers, configuration
 
 TOKENS = 2048
@@ -20,8 +20,8 @@ def kept(rank: Any) -> tuple[int, list[float]]:
     """Bytes that the layers keep for the backward pass, weights left out, and what the gradients are then."""
     import numpy as np
 
-    from millrace.connectors.megatron.packing import Row, make_pack
-    from millrace.connectors.megatron.process.distributed import model_context
+    from millrace.connectors.trainers.megatron.packing import Row, make_pack
+    from millrace.connectors.trainers.megatron.process.distributed import model_context
 
     tokens = np.random.default_rng(0).integers(0, VOCAB, TOKENS)
     row = Row("a", tokens, 4, np.ones(4, np.int64), np.zeros(4, np.float32), 1.0, 1.0, None, False, 1)

@@ -16,13 +16,13 @@ import pytest
 import pytest_asyncio
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.engines.sglang.process import EngineServer
 from millrace.connectors.prefect.server import ensure_server, login_file, stop_server
 from millrace.connectors.ray import actors
-from millrace.connectors.sglang.process import EngineServer
+from millrace.connectors.trainers.megatron.rank import TrainerRank
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
-from millrace.core.staleness import VersionRange
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.proxies import TrainerProxy

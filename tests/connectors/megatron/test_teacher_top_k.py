@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from millrace.connectors.rewards.served_teacher import ResponseLogprobs, ServedTeacher
+from millrace.connectors.teachers.served_teacher import ResponseLogprobs, ServedTeacher
 from millrace.core.config.algorithm.teacher import TeacherServer
 from millrace.core.contracts.handles import HeldOutSample
 from tests.support.engine_process import embedded_engine

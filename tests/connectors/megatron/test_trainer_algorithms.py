@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.connectors.rewards.served_teacher import ServedTeacher
+from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.config.algorithm.teacher import TeacherServer

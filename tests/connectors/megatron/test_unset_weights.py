@@ -15,8 +15,8 @@ SET_AT_FIRST = ("norm", "value_head")  # norms begin as ones, the critic's head 
 
 def unset(rank: Any, critic: bool) -> tuple[set[str], set[str], set[str]]:
     """Parameters that hold no number before and after a folder is loaded, and all of them."""
-    from millrace.connectors.megatron.model.policy_model import CriticModel, PolicyModel, build_model
-    from millrace.connectors.megatron.weights.hf_folder import load_hf
+    from millrace.connectors.trainers.megatron.model.policy_model import CriticModel, PolicyModel, build_model
+    from millrace.connectors.trainers.megatron.weights.hf_folder import load_hf
 
     with rank._working("setup"):
         inner = build_model(rank.config, rank.hf, CriticModel if critic else PolicyModel)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.host.page_policy import HEADER, POLICY
 from millrace.connectors.prefect import app as prefect_app
 from millrace.connectors.prefect.app import LARGEST, STRANGERS, Login, RetryRefused, guarded
-from millrace.connectors.storage.exclusive.page_policy import HEADER, POLICY
 
 
 async def ask(refusals: int, parts: list[bytes], raises: bool = False) -> tuple[list[bytes], list[int]]:

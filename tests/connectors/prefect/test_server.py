@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
+from millrace.connectors.host.local_server import listening
 from millrace.connectors.prefect import server
-from millrace.connectors.storage.exclusive.local_server import listening
 from millrace.core.errors import ConfigError, MillraceError
 from tests.support.flow_runs import Workplace, basic
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
+from millrace.connectors.engines.sglang.fleet import Fleet
+from millrace.connectors.engines.sglang.process import EngineServer
 from millrace.connectors.ray import actors
-from millrace.connectors.sglang.fleet import Fleet
-from millrace.connectors.sglang.process import EngineServer
 from millrace.core.config import RunConfig
 from millrace.tasks.runtime.proxies import EngineProxy
 

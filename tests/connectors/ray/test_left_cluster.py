@@ -21,8 +21,8 @@ import psutil
 import pytest
 import ray
 
+from millrace.connectors.host.local_files import home
 from millrace.connectors.ray import actors, cluster, placement
-from millrace.connectors.storage.local import home
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError
 from tests.support.flow_runs import wait_until
@@ -188,7 +188,7 @@ def test_a_process_may_free_references_while_it_leaves(ray_home: Path) -> None:
 ORPHAN = """
 import contextlib, json, os, signal, time
 from millrace.connectors.ray import cluster
-from millrace.connectors.storage.local import home
+from millrace.connectors.host.local_files import home
 
 deadline = time.monotonic() + 30
 while os.getppid() != 1 and time.monotonic() < deadline:

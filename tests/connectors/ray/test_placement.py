@@ -13,10 +13,10 @@ import pytest
 import pytest_asyncio
 import ray
 
+from millrace.connectors.host.own_addresses import NAMES
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ConfigError
-from millrace.core.own_addresses import NAMES
 from millrace.tasks.runtime.network_check import check_network
 from tests.support.held_parts import Counter
 from tests.support.ray_nodes import RayNodes, ray_nodes, token_of

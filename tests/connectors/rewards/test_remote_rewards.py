@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from millrace.connectors.http.posting import RefusedError, UnreachableError, UnreadableError
 from millrace.connectors.rewards.http import http
 from millrace.connectors.rewards.judge import judge
 from millrace.connectors.rewards.pairwise_judge import pairwise_judge
-from millrace.connectors.rewards.posting import RefusedError, UnreachableError, UnreadableError
-from millrace.connectors.workers.pool import WorkerPool
+from millrace.connectors.user_code.pool import WorkerPool
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import RewardInput
+from millrace.core.hooks.functions import RewardInput
 from millrace.core.rewards.scoring import score_sample
 from tests.support.reward_server import RewardServer, reward_server
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from millrace.connectors.rewards.posting import RefusedError, UnreachableError, UnreadableError
-from millrace.connectors.rewards.served_teacher import ServedTeacher
-from millrace.connectors.rewards.teacher_tokenizer import UnprovenError, differing_text
+from millrace.connectors.http.posting import RefusedError, UnreachableError, UnreadableError
+from millrace.connectors.teachers.served_teacher import ServedTeacher
+from millrace.connectors.teachers.teacher_tokenizer import UnprovenError, differing_text
 from millrace.core.config.algorithm.teacher import TeacherServer as Settings
 from millrace.core.errors import ConfigError
-from millrace.tasks.samples.teaching import ask_teacher
+from millrace.tasks.scoring.teacher_scores import ask_teacher
 from tests.support.engine_process import CLOSE, embedded_engine, reference_logits, reference_logprobs
 from tests.support.teacher_server import TeacherServer, teacher_server
 

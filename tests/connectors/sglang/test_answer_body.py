@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.wire import answer_body
-from millrace.connectors.sglang.wire.answer_body import read_answer
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.wire import answer_body
+from millrace.connectors.engines.sglang.wire.answer_body import read_answer
 from millrace.core.contracts import schema
-from millrace.tasks.samples.answers import generated_sample
-from millrace.tasks.samples.generation import Answer
+from millrace.tasks.generation.answers import generated_sample
+from millrace.tasks.generation.single_samples import Answer
 from tests.support.stored_samples import drawn_group
 
 KEYS = ['"output_token_logprobs":[[1,2,null]]', '{"output_ids":[1]}', "\\", '"', "]]", "é\n"]

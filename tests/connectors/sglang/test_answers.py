@@ -10,14 +10,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.sglang.wire.answer_body import OutputTokens
-from millrace.connectors.sglang.wire.request_ids import request_id
+from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.wire.answer_body import OutputTokens
+from millrace.connectors.engines.sglang.wire.request_ids import request_id
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError, EngineLostError
-from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.generation import SampleGenerator
+from millrace.tasks.generation.failures import FailureBudget
+from millrace.tasks.generation.single_samples import SampleGenerator
 
 
 class Answering(EngineClient):

@@ -10,8 +10,8 @@ import aiohttp
 import psutil
 import pytest
 
-from millrace.connectors.embedded.door import Door
-from millrace.connectors.embedded.server import Server
+from millrace.connectors.engines.embedded.door import Door
+from millrace.connectors.engines.embedded.server import Server
 from tests.support.local_handle import LocalHandle, LocalRouterHandle, fleet_config
 
 ROUTES = sorted(

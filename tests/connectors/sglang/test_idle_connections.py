@@ -8,8 +8,8 @@ import inspect
 import pytest
 import uvicorn
 
-from millrace.connectors.sglang import connection
-from millrace.connectors.sglang.connection import Connection
+from millrace.connectors.engines.sglang import connection
+from millrace.connectors.engines.sglang.connection import Connection
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from millrace.connectors.sglang.launch import (
+from millrace.connectors.engines.sglang.launch import (
     COLOCATED_MEMORY,
     sglang_command,
     sglang_environment,

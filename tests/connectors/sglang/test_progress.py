@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 import pytest
 
-from millrace.connectors.sglang.client import POLLS, EngineClient, Generation
-from millrace.connectors.sglang.connection import Parse
-from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
+from millrace.connectors.engines.sglang.client import POLLS, EngineClient, Generation
+from millrace.connectors.engines.sglang.connection import Parse
+from millrace.connectors.engines.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.errors import EngineLostError, EngineStalledError
 
 TIMEOUT_S = 0.8

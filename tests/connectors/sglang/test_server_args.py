@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.sglang.launch import sglang_command
-from millrace.connectors.sglang.server_args import (
+from millrace.connectors.engines.sglang.launch import sglang_command
+from millrace.connectors.engines.sglang.server_args import (
     decode_graphs,
     option_arguments,
     option_problems,

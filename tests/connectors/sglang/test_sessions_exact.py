@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import EngineClient
 from millrace.core.config.pipeline import OnUpdate
 from tests.support.engine_process import embedded_engine, reference_logprobs
 from tests.support.fleets import MakeFleet

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.sglang.client import Generation
-from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.engines.sglang.client import Generation
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.fleet import Fleet
 from millrace.core.config.pipeline import OnUpdate
 from tests.support.engine_process import CLOSE, reference_logprobs
 from tests.support.fleets import LONG, PROMPT, MakeFleet
@@ -178,7 +178,7 @@ async def test_stopped_requests_answer_with_what_they_have_and_go_on_elsewhere(
 async def test_an_engine_that_does_not_say_which_weights_made_what_is_refused(
     make_fleet: MakeFleet, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from millrace.connectors.sglang.client import EngineClient
+    from millrace.connectors.engines.sglang.client import EngineClient
     from millrace.core.errors import EngineError
 
     fleet = make_fleet()

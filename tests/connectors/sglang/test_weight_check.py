@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
+from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.fleet import Fleet
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
-from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.sglang.fleet import Fleet
+from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.errors import LASTING, WeightsDifferError
-from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import _sync_metrics
 from millrace.tasks.shards.board import BoardKeeper

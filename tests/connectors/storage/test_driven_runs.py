@@ -11,10 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.connectors.storage.driven_runs import DrivenRun, driven_runs, forget_driven, note_driven
-from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.store import Store
-from millrace.flows.cli.server import server
+from millrace.flows.commands.server import server
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def dead() -> ProcessIdentity:
-    code = "from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity as P; print(P.own().model_dump_json())"
+    code = "from millrace.connectors.host.process_identity import ProcessIdentity as P; print(P.own().model_dump_json())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return ProcessIdentity.model_validate_json(done.stdout)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace.connectors.host.local_files import is_full, room_at_home
 from millrace.connectors.prefect.run_errors import FLOW_RUNS, _ErrorsOnce
-from millrace.connectors.storage.local import is_full, room_at_home
 from millrace.core.errors import ConfigError, StorageError
 
 

@@ -287,8 +287,8 @@ REPORTED = (
 LOUD = "a file that is missing is named, and nothing is done"
 # What a listing does that lacks the newest names, by the module that asks for one.
 ROWS = {
-    "connectors/megatron/checkpoint/folders.py": "names the files by the checkpoint's marker",
-    "connectors/sglang/process.py": "a folder of weights without one of its files is not loaded: the engine names it",
+    "connectors/trainers/megatron/checkpoint/folders.py": "names the files by the checkpoint's marker",
+    "connectors/engines/sglang/process.py": "a folder of weights without one of its files is not loaded: the engine names it",
     "connectors/storage/checkpoint_files.py": "a checkpoint more stays, or an older one is gone on from: its steps are made again",
     "connectors/storage/iteration_files.py": BY_NAME,
     "connectors/storage/lease.py": BY_NAME,
@@ -308,11 +308,11 @@ ROWS = {
     "tasks/context.py": OWN,
     "tasks/reward.py": OWN,
     "tasks/runtime/weights_folder.py": "a folder of weights stays for another version",
-    "tasks/samples/batch/credited.py": "a scored sample without a row is an error",
-    "tasks/samples/judging.py": OWN,
+    "tasks/batching/credited.py": "a scored sample without a row is an error",
+    "tasks/batching/judged_groups.py": OWN,
     "tasks/shards/attempts.py": REPORTED,
     "tasks/shards/driver.py": REPORTED,
-    "tasks/stored_rollouts.py": OWN,
+    "tasks/generation/stored_rollouts.py": OWN,
     "tasks/train_step.py": "a file that nothing names stays",
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
+from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.connectors.storage.files import Files
 from millrace.connectors.storage.lease import Lease, find_driver
 from millrace.connectors.storage.store import Store

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace.connectors.host import local_server
+from millrace.connectors.host.local_server import LocalServer, listening
 from millrace.connectors.prefect import server as prefect_server
-from millrace.connectors.storage.exclusive import local_server
-from millrace.connectors.storage.exclusive.local_server import LocalServer, listening
 from millrace.core.errors import MillraceError
 from tests.support.flow_runs import wait_until
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.storage import local
+from millrace.connectors.host import local_files as local
 from millrace.core.errors import StalledError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from millrace.connectors.storage.local import locked
+from millrace.connectors.host.local_files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

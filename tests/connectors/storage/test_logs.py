@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.storage.local import IN_USE_S, LOG_MIB, LOG_RUNS, bound_logs
+from millrace.connectors.host.local_files import IN_USE_S, LOG_MIB, LOG_RUNS, bound_logs
 from millrace.core.errors import ConfigError
 
 

@@ -14,9 +14,9 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.summaries import has_summary
 from millrace.connectors.storage.run_folder import READ_AHEAD, RunFolder
-from millrace.core.contracts.history import GroupOutcome, IterationHistory
+from millrace.core.accounts.history import GroupOutcome, IterationHistory
+from millrace.core.accounts.ledger import Ledger
 from millrace.core.errors import CorruptFileError, MissingFileError
-from millrace.core.ledger import Ledger
 
 ITERATIONS = (
     1000  # some thousands are as many times as slow, and tell no more: what is held is a bound per iteration

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.connectors.storage.own_folders import (
+from millrace.connectors.host.own_folders import (
     own_folder,
     remove_dead_folders,
     remove_own_folder,
@@ -19,7 +19,7 @@ from millrace.connectors.storage.own_folders import (
 
 MAKER = """
 import sys
-from millrace.connectors.storage.own_folders import own_folder
+from millrace.connectors.host.own_folders import own_folder
 print(own_folder("millrace-a-engine-0", sys.argv[1]), flush=True)
 sys.stdin.read()
 """

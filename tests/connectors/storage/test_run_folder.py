@@ -11,9 +11,9 @@ import pytest
 
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.accounts.ledger import Ledger
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
-from millrace.core.ledger import Ledger
 
 SAMPLES = 2
 

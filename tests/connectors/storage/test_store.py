@@ -21,8 +21,8 @@ import pytest
 import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
 
+from millrace.connectors.host.local_files import secret_file
 from millrace.connectors.storage import faults
-from millrace.connectors.storage.local import secret_file
 from millrace.connectors.storage.store import Store, split_url
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 

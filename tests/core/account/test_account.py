@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.account.account import FATES, Account
-from millrace.core.account.count import COLUMNS, account_of
+from millrace.core.accounts.account import FATES, Account
+from millrace.core.accounts.token_counts import COLUMNS, account_of
 from millrace.core.contracts import schema
 
 Row = dict[str, Any]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.account.account import Account, Where
-from millrace.core.account.count import account_of
+from millrace.core.accounts.account import Account, Where
+from millrace.core.accounts.token_counts import account_of
 from tests.core.account.test_account import Row, spans_of, table
 
 SAMPLES = 2  # of a group

@@ -14,9 +14,9 @@ from millrace.core.algorithms import aggregate, importance, losses
 from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.objective import Objective, check_on_policy, derived
 from millrace.core.algorithms.packed import spread
-from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
+from millrace.core.contracts.token_batch import TokenBatch
 from millrace.core.errors import TrainerError
 
 CONFIGS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | {

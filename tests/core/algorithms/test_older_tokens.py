@@ -16,8 +16,8 @@ from millrace.core.algorithms.ages import LAST_AGE, age_metrics, measured, ratio
 from millrace.core.algorithms.aggregate import sample_weights
 from millrace.core.algorithms.objective import Objective, derived
 from millrace.core.algorithms.packed import spread
-from millrace.core.algorithms.token_batch import TokenBatch
 from millrace.core.config.algorithm import Algorithm
+from millrace.core.contracts.token_batch import TokenBatch
 
 LENGTHS = [4, 3]
 MASK = [1, 1, 0, 1, 1, 1, 1]

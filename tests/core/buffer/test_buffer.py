@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.buffer.buffer import Buffer, reach
-from millrace.core.buffer.choice import chosen, spread
+from millrace.core.accounts.buffer import Buffer, reach
+from millrace.core.accounts.buffer_choice import chosen, spread
+from millrace.core.accounts.history import GroupOutcome, IterationHistory
+from millrace.core.accounts.ledger import Ledger
 from millrace.core.config.rollout import Buffer as Settings
-from millrace.core.contracts.history import GroupOutcome, IterationHistory
 from millrace.core.contracts.sample import Verdict
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import BufferedGroup
-from millrace.core.ledger import Ledger
+from millrace.core.hooks.functions import BufferedGroup
 
 SOURCES = {"a": (1.0, 5), "b": (2.0, 7)}
 VERDICTS: list[Verdict] = ["kept", "kept", "kept", "dropped", "returned"]

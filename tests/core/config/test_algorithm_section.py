@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from millrace.core.config.algorithm import Algorithm, Cispo, Clipped, Correction, Gae, GroupRelative, Gspo
 from millrace.core.config.algorithm.presets import PRESETS, Preset
+from millrace.core.config.algorithm.rules import problems
 from millrace.core.config.filter import Filter
 from millrace.core.config.rollout import Rollout, Sampling
-from millrace.core.config.rules.algorithm import problems
 
 
 def found(

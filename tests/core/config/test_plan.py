@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from millrace.core.architecture import architecture
 from millrace.core.config.plan import make_plan, parameters_of_rank
 from millrace.core.config.plan.disk import BYTES_PER_LOGPROB
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.run_config import RunConfig
+from millrace.core.families.architecture import architecture
 from tests.support.qwen3 import QWEN3_06B
 
 MOE = {

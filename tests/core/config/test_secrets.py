@@ -13,7 +13,6 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from millrace.core import hooks
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.redaction import is_known_secret, is_secret_name, shown, shown_text
@@ -21,9 +20,10 @@ from millrace.core.config.parts.restart import changes
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.reading.load import load_config, validate
 from millrace.core.config.reading.overrides import apply
-from millrace.core.config.rules.secrets import is_replaced
+from millrace.core.config.secret_rules import is_replaced
 from millrace.core.contracts.references import blocks, pass_on, references, resolved, scrubbed, variables
 from millrace.core.errors import ConfigError
+from millrace.core.hooks.functions import functions as hooks
 from millrace.core.rewards.scoring import score_sample
 from tests.support.secret_places import PLACES, Place, path
 

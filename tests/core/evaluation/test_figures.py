@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.evaluation.figures import (
+from millrace.core.evaluation import (
     Z_95,
     Answer,
     by_subset,

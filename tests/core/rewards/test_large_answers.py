@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.workers.pool import WorkerPool
-from millrace.core.hooks import RewardInput
+from millrace.connectors.user_code.pool import WorkerPool
+from millrace.core.hooks.functions import RewardInput
 from millrace.core.rewards.number import arithmetic
 from tests.support import worker_functions as work
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from millrace.core.slime import hub, names
-from millrace.core.slime.sample import Sample
+from millrace.core.hooks.functions.slime import hub, names
+from millrace.core.hooks.slime.sample import Sample
 
 PAGES = (Path(__file__).with_name("slime_names.txt")).read_text().split()
 HERE = [name for name in PAGES if not names.missing(name)]

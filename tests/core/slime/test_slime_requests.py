@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from millrace.core.hooks.slime.generate import OF_SAMPLING, read_ends, read_ids
 from millrace.core.sessions.completions import BadRequestError
-from millrace.core.slime.generate import OF_SAMPLING, read_ends, read_ids
 
 NOT_LENGTHS = (0, -1, 1.5, True, "7", 2**31, 10**400, float("inf"), float("nan"))
 NOT_STOPS = (1, [1], [""], {"a": 1})

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from millrace.core.slime.arguments import address_arguments
-from millrace.core.slime.sample import Arguments, Sample, SlimeStatus, model_url
+from millrace.core.hooks.slime.arguments import address_arguments
+from millrace.core.hooks.slime.sample import Arguments, Sample, SlimeStatus, model_url
 
 Status = SlimeStatus
 # what is appended, one after the other; then mask, log-probabilities, status

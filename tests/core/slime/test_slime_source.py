@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.core.slime.names import provide
-from millrace.core.slime.source import Reads, reads_of
+from millrace.core.hooks.slime.names import provide
+from millrace.core.hooks.slime.source import Reads, reads_of
 
 NUMBERS = itertools.count()
 TYPES = "slime.utils.types.Sample"

@@ -1,1 +1,0 @@
-"""A CPU engine that speaks SGLang's native protocol: `python -m millrace.connectors.embedded --model-path DIR --port P`."""

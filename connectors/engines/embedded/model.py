@@ -1,0 +1,260 @@
+"""Forward passes of small decoder models over a slot cache, straight from safetensors.
+
+Owns weights and arithmetic. Every row's result depends only on that row, bit for bit: matrix products always have at
+least `ROWS` rows (with fewer, CPU kernels sum in another order), and attention spans are multiples of `SPAN`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from millrace.core.errors import ConfigError
+from millrace.core.families.architecture import Architecture, architecture
+from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.tensors import EMBEDDING, HEAD, tensor_shapes, weight_tensors
+
+ROWS = 16  # with 8, some processors sum in another order than with more
+SPAN = 64  # positions per step of an attention span in decoding
+PREFILL_SPAN = 16  # positions per step of a prompt's length
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FIELD = "model_path"  # the field that names a folder, for messages
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be served; the message names the file."""
+
+
+def read_shape(folder: Path) -> Architecture:
+    """The architecture of a checkpoint folder. Raises ModelError if the engine cannot serve what its config.json says."""
+    try:
+        return architecture(read_hf_config(str(folder), FIELD))
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
+
+
+def read_tensors(folder: Path, shape: Architecture, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The model's tensors from a checkpoint folder, as `dtype`; None: the stored dtype of the embedding.
+
+    Raises ModelError naming the first tensor that is missing, unexpected or does not fit.
+    """
+    try:
+        stored = weight_tensors(str(folder), shape, FIELD)
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
+    tensors: dict[str, Tensor] = {}
+    for name in sorted({tensor.file for tensor in stored.values()}):
+        path = folder / name
+        try:
+            with safe_open(path, "pt") as file:
+                tensors |= {key: file.get_tensor(key) for key in stored if stored[key].file == name}
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    wanted = dtype or tensors[EMBEDDING].dtype
+    return {name: tensor.to(wanted) for name, tensor in tensors.items()}
+
+
+class Weights:
+    """Named tensors, and their fused copies for the forward pass."""
+
+    def __init__(self, shape: Architecture, tensors: dict[str, Tensor]) -> None:
+        self.shape = shape
+        assert tensors.keys() == tensor_shapes(shape).keys(), "read_tensors and updates by name see to that"
+        self.tensors = tensors
+        self.layers = [self._layer(number) for number in range(shape.layers)]
+        self.embedding = tensors[EMBEDDING]
+        self.norm = tensors["model.norm.weight"]
+        self.head = self.embedding if shape.tied else tensors[HEAD]
+        self.dtype = self.embedding.dtype
+
+    def _layer(self, number: int) -> dict[str, Any]:
+        t, p = self.tensors, f"model.layers.{number}"
+        layer: dict[str, Any] = {
+            "norm1": t[f"{p}.input_layernorm.weight"],
+            "norm2": t[f"{p}.post_attention_layernorm.weight"],
+            "qkv": torch.cat([t[f"{p}.self_attn.{x}_proj.weight"] for x in "qkv"]),
+            "o": t[f"{p}.self_attn.o_proj.weight"],
+            "bias": None,
+            "q_norm": t.get(f"{p}.self_attn.q_norm.weight"),
+            "k_norm": t.get(f"{p}.self_attn.k_norm.weight"),
+        }
+        if self.shape.qkv_bias:
+            layer["bias"] = torch.cat([t[f"{p}.self_attn.{x}_proj.bias"] for x in "qkv"])
+        if self.shape.experts:
+            layer["router"] = t[f"{p}.mlp.gate.weight"]
+            layer["experts"] = [_mlp(t, f"{p}.mlp.experts.{e}") for e in range(self.shape.experts)]
+        else:
+            layer["mlp"] = _mlp(t, f"{p}.mlp")
+        return layer
+
+
+def _mlp(tensors: dict[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
+    gate_up = torch.cat([tensors[f"{prefix}.gate_proj.weight"], tensors[f"{prefix}.up_proj.weight"]])
+    return gate_up, tensors[f"{prefix}.down_proj.weight"]
+
+
+class Cache:
+    """Keys and values by layer and slot: [slots, kv_heads, capacity, head_dim] each."""
+
+    def __init__(self, shape: Architecture, slots: int, capacity: int, dtype: torch.dtype) -> None:
+        self.capacity = capacity
+        size = (slots, shape.kv_heads, capacity, shape.head_dim)
+        self.keys = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
+        self.values = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
+
+    def clear(self, slot: int, start: int) -> None:
+        """Set a slot's positions from `start` on to 0: they are masked with weight 0, but 0 times a leftover NaN is NaN."""
+        for layers in (self.keys, self.values):
+            for tensor in layers:
+                tensor[slot, :, start:] = 0
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a slot's first `length` positions to another slot."""
+        for layers in (self.keys, self.values):
+            for tensor in layers:
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def take(self, other: Cache, slots: int) -> None:
+        """Copy the first `slots` slots of another cache, up to the smaller capacity."""
+        length = min(self.capacity, other.capacity)
+        if slots:
+            for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                for to, source in zip(mine, theirs, strict=True):
+                    to[:slots, :, :length] = source[:slots, :, :length]
+
+
+class Decoder:
+    """Prefill and decode."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.shape = weights.shape
+        self.weights = weights
+        half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
+        turns = self.shape.rope_theta**-half
+        if self.shape.rope_scaling:
+            turns = self.shape.rope_scaling.scaled(turns)
+        frequencies = torch.outer(torch.arange(self.shape.positions, dtype=torch.float32), turns)
+        both = torch.cat([frequencies, frequencies], dim=-1)
+        self.cos, self.sin = both.cos(), both.sin()
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """tokens [B, S] with S a multiple of PREFILL_SPAN -> final hidden states [B, S, H] and keys and values by layer."""
+        batch, length = tokens.shape
+        assert length % PREFILL_SPAN == 0
+        cos, sin = self.cos[:length], self.sin[:length]
+        cached: list[tuple[Tensor, Tensor]] = []
+
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(batch, length, -1, self.shape.head_dim).transpose(1, 2) for x in (q, k, v))
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            cached.append((k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(batch * length, -1)
+
+        hidden = self._layers(self.weights.embedding[tokens.reshape(-1)], attend)
+        return hidden.view(batch, length, -1), cached
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Next hidden states [M, H] of slots 0..M-1 given each slot's last token [M] and its position [M]."""
+        count = len(tokens)
+        assert count % ROWS == 0
+        span = min(cache.capacity, rounded_up(int(positions.max()) + 1, SPAN))
+        cos, sin = self.cos[positions][:, None, None], self.sin[positions][:, None, None]
+        mask = (torch.arange(span) <= positions[:, None])[:, None, None]
+        slots = torch.arange(count)
+
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(count, -1, 1, self.shape.head_dim) for x in (q, k, v))
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            keys, values = cache.keys[number], cache.values[number]
+            keys[slots, :, positions] = k[:, :, 0]
+            values[slots, :, positions] = v[:, :, 0]
+            out = _attend_one(q, keys[:count, :, :span], values[:count, :, :span], mask)
+            return out.reshape(count, -1)
+
+        return self._layers(self.weights.embedding[tokens], attend)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [M, V] of hidden states [M, H]."""
+        return padded_linear(hidden, self.weights.head).float()
+
+    def _layers(self, x: Tensor, attend: Any) -> Tensor:
+        s = self.shape
+        sizes = [s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim]
+        for number, layer in enumerate(self.weights.layers):
+            normed = _norm(x, layer["norm1"], s.eps)
+            q, k, v = F.linear(normed, layer["qkv"], layer["bias"]).split(sizes, dim=-1)
+            if layer["q_norm"] is not None:
+                q = _norm(q.unflatten(-1, (s.heads, s.head_dim)), layer["q_norm"], s.eps).flatten(-2)
+                k = _norm(k.unflatten(-1, (s.kv_heads, s.head_dim)), layer["k_norm"], s.eps).flatten(-2)
+            x = x + F.linear(attend(number, q, k, v), layer["o"])
+            normed = _norm(x, layer["norm2"], s.eps)
+            x = x + (self._experts(normed, layer) if s.experts else _feed_forward(normed, *layer["mlp"]))
+        return _norm(x, self.weights.norm, s.eps)
+
+    def _experts(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
+        """Mixture of experts. Each expert's rows are padded, so that results do not depend on other rows that chose it."""
+        scores = F.linear(x, layer["router"]).float().softmax(-1)
+        top, chosen = scores.topk(self.shape.experts_used, dim=-1)
+        if self.shape.norm_topk:
+            top = top / top.sum(-1, keepdim=True)
+        parts = torch.zeros(*chosen.shape, x.shape[-1], dtype=x.dtype)
+        for number, expert in enumerate(layer["experts"]):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            if len(rows):
+                padding = rounded_up(len(rows), ROWS) - len(rows)
+                inputs = torch.cat([x[rows], x.new_zeros(padding, x.shape[-1])])
+                parts[rows, places] = _feed_forward(inputs, *expert)[: len(rows)]
+        out = torch.zeros_like(x)
+        for place in range(chosen.shape[1]):
+            out = out + parts[:, place] * top[:, place, None].to(x.dtype)
+        return out
+
+
+def rounded_up(count: int, step: int) -> int:
+    """The smallest multiple of `step` that is at least `count`."""
+    return -(-count // step) * step
+
+
+def padded_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T with at least ROWS rows in the product."""
+    rows = x.shape[0]
+    padded = rounded_up(rows, ROWS)
+    if padded != rows:
+        x = torch.cat([x, x.new_zeros(padded - rows, x.shape[1])])
+    return F.linear(x, weight)[:rows]
+
+
+def _feed_forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one query per slot, q [M, heads, 1, d]. Uses plain products: fused kernels split the work among threads
+    so that the last bits change with the number of slots."""
+    count, heads, _, width = q.shape
+    kv_heads = keys.shape[1]
+    scores = q.view(count, kv_heads, heads // kv_heads, width) @ keys.transpose(-1, -2) * width**-0.5
+    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
+    attended: Tensor = weights @ values
+    return attended
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cos.to(x.dtype) + turned * sin.to(x.dtype)).to(x.dtype)

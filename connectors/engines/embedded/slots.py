@@ -1,0 +1,205 @@
+"""The slots of the KV cache: which request holds which, and their keys and values.
+
+Owns the cache's size, the cached prompts, prefill and one step of decoding; knows nothing of queues, of sampling or of why a
+request ends. Running requests occupy the first slots. The last request moves to a freed slot, so that a decode step has one
+contiguous batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.connectors.engines.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder, rounded_up
+from millrace.connectors.engines.embedded.sampling import SamplingParams, likeliest
+
+PREFIXES = 128  # prompts whose keys and values are cached
+
+
+@dataclass(eq=False)
+class Request:
+    """One generation, from arrival to its last token."""
+
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    notify: Callable[[Request], None]
+    top_logprobs: int = 0
+    prompt_logprobs_from: int = -1
+    given: int = 0  # tokens of the output that came with the request, which continues them
+    priority: int = 0  # of waiting requests the smallest comes first
+    arrived: float = field(default_factory=time.time)
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[float, int]]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[float | None, int]] = field(default_factory=list)
+    prompt_tops: list[list[tuple[float, int]] | None] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)  # {version, start, end} over output tokens
+    cached_tokens: int = 0
+    slot: int = -1
+    finish: dict[str, Any] | None = None
+    stopped_text: str | None = None  # the text before the stop string that ended the request
+
+    @property
+    def length(self) -> int:
+        """The number of tokens whose keys and values the request needs."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens that it may grow to. max_new_tokens includes given output."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+
+@dataclass
+class _Prefix:
+    """Keys, values and last hidden state of a prompt."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    hidden: Tensor
+
+
+class Slots:
+    """The running requests and their cache."""
+
+    def __init__(self, decoder: Decoder, *, max_running: int, max_total_tokens: int) -> None:
+        self.running: list[Request] = []
+        self.cache = Cache(decoder.shape, 0, 0, decoder.weights.dtype)
+        self._decoder = decoder
+        self._max_running = max_running
+        self._max_total_tokens = max_total_tokens
+        self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
+
+    def admit(self, requests: list[Request]) -> Tensor:
+        """Give requests slots and prefill them; returns the logits [n, V] of each one's next token."""
+        self._prepare_cache(requests)
+        return self._decoder.logits(self._prefill(requests))
+
+    def step(self) -> Tensor:
+        """Decode one token of all running requests; returns the logits [n, V] of each one's next token."""
+        count = len(self.running)
+        padded = rounded_up(count, ROWS)
+        tokens, positions = torch.zeros(padded, dtype=torch.long), torch.zeros(padded, dtype=torch.long)
+        tokens[:count] = torch.tensor([r.output[-1] for r in self.running])
+        positions[:count] = torch.tensor([r.length - 1 for r in self.running])
+        hidden = self._decoder.decode(tokens, positions, self.cache)
+        return self._decoder.logits(hidden)[:count]
+
+    def free(self, request: Request) -> None:
+        """Free a request's slot, if it has one."""
+        if request.slot < 0:
+            return
+        last = self.running.pop()
+        if last is not request:
+            self.cache.move(last.slot, request.slot, last.length)
+            last.slot = request.slot
+            self.running[request.slot] = last
+        request.slot = -1
+
+    def clear(self) -> None:
+        """Free the slots of all running requests."""
+        for request in self.running:
+            request.slot = -1
+        self.running.clear()
+
+    def forget_prompts(self) -> None:
+        """Drop the cached prompts."""
+        self._prefixes.clear()
+
+    def fits(self, admitted: list[Request]) -> bool:
+        """Whether these requests fit beside the running ones. A single request always fits. Slots are padded to ROWS."""
+        count = len(self.running) + len(admitted)
+        tokens = rounded_up(count, ROWS) * self._capacity_for(admitted)
+        return count == 1 or (count <= self._max_running and tokens <= self._max_total_tokens)
+
+    def _capacity_for(self, requests: list[Request]) -> int:
+        longest = max([r.longest for r in requests] + [r.longest for r in self.running])
+        capacity = SPAN
+        while capacity < longest:
+            capacity *= 2
+        return capacity
+
+    def _prepare_cache(self, admitted: list[Request]) -> None:
+        """Make the cache wide and long enough for all requests that will run, within max_total_tokens."""
+        old, busy = self.cache, len(self.running)
+        slots, capacity = rounded_up(busy + len(admitted), ROWS), self._capacity_for(admitted)
+        have = old.keys[0].shape[0] if old.keys else 0
+        if busy and old.capacity > capacity and slots * old.capacity <= self._max_total_tokens:
+            capacity = old.capacity
+        if capacity == old.capacity and slots <= have:
+            return
+        room = self._max_total_tokens // capacity // ROWS * ROWS
+        dtype = self._decoder.weights.dtype
+        self.cache = Cache(self._decoder.shape, max(slots, min(have, room)), capacity, dtype)
+        self.cache.take(old, busy)
+
+    def _prefill(self, admitted: list[Request]) -> Tensor:
+        """Fill slots for requests; returns the hidden state [n, H] that predicts each one's next token."""
+        contexts = [tuple(r.prompt + r.output) for r in admitted]
+        missing: dict[int, list[tuple[int, ...]]] = {}
+        for context in dict.fromkeys(contexts):
+            if context in self._prefixes:
+                self._prefixes.move_to_end(context)
+            else:
+                missing.setdefault(rounded_up(len(context), PREFILL_SPAN), []).append(context)
+        fresh: dict[tuple[int, ...], _Prefix] = {}
+        for span, group in sorted(missing.items()):
+            per_call = max(1, 8192 // span)
+            for at in range(0, len(group), per_call):
+                fresh |= self._compute_prefixes(group[at : at + per_call], span)
+        hidden = []
+        for request, context in zip(admitted, contexts, strict=True):
+            prefix = fresh.get(context) or self._prefixes[context]
+            request.cached_tokens = 0 if context in fresh else len(context) - 1
+            request.slot = len(self.running)
+            self.cache.clear(request.slot, len(context))
+            for number, (keys, values) in enumerate(prefix.layers):
+                self.cache.keys[number][request.slot, :, : len(context)] = keys
+                self.cache.values[number][request.slot, :, : len(context)] = values
+            if request.prompt_logprobs_from >= 0 and not request.prompt_logprobs:
+                self.score_prompt(request)
+            hidden.append(prefix.hidden)
+            self.running.append(request)
+        self._prefixes |= fresh
+        while len(self._prefixes) > PREFIXES:
+            self._prefixes.popitem(last=False)
+        return torch.stack(hidden)
+
+    def _compute_prefixes(self, contexts: list[tuple[int, ...]], span: int) -> dict[tuple[int, ...], _Prefix]:
+        tokens = torch.zeros(len(contexts), span, dtype=torch.long)
+        for row, context in enumerate(contexts):
+            tokens[row, : len(context)] = torch.tensor(context)
+        hidden, layers = self._decoder.prefill(tokens)
+        found = {}
+        for row, context in enumerate(contexts):
+            n = len(context)
+            kept = [(keys[row, :, :n].clone(), values[row, :, :n].clone()) for keys, values in layers]
+            found[context] = _Prefix(kept, hidden[row, n - 1].clone())
+        return found
+
+    def score_prompt(self, request: Request) -> None:
+        """Log-probabilities of the prompt's tokens, from `prompt_logprobs_from` on; the prompt's first token has none.
+
+        Always at temperature 1, like SGLang.
+        """
+        span = rounded_up(len(request.prompt), PREFILL_SPAN)
+        tokens = torch.zeros(1, span, dtype=torch.long)
+        tokens[0, : len(request.prompt)] = torch.tensor(request.prompt)
+        hidden, _ = self._decoder.prefill(tokens)
+        start = request.prompt_logprobs_from
+        logprobs = self._decoder.logits(hidden[0, start : len(request.prompt)]).log_softmax(-1)
+        for at in range(start, len(request.prompt)):
+            token = request.prompt[at]
+            value = None if at == start else float(logprobs[at - 1 - start, token])
+            request.prompt_logprobs.append((value, token))
+            if request.top_logprobs:
+                request.prompt_tops.append(
+                    None if at == start else likeliest(logprobs[at - 1 - start], request.top_logprobs)
+                )

@@ -1,0 +1,201 @@
+"""Weights over HTTP: SGLang's endpoints that replace, rename and compare them.
+
+Owns parsing requests with weights; nothing is ever unpickled. The engine decides when it applies them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from aiohttp import web
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from millrace.connectors.engines.embedded.body import read_json
+from millrace.connectors.engines.embedded.engine import Engine
+from millrace.connectors.engines.embedded.model import ModelError, Weights
+from millrace.connectors.engines.embedded.sampling import RequestError, whole
+from millrace.connectors.engines.embedded.weight_group import Listed, WeightGroups
+
+MOST_RANKS = 4096  # in one group of a trainer's rank and engines
+
+
+class WeightRoutes:
+    """HTTP handlers for one engine's weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.snapshot: dict[str, Tensor] = {}
+        self._groups = WeightGroups()
+
+    def add_to(self, app: web.Application) -> None:
+        """Add the routes."""
+        post = app.router.add_post
+        post("/update_weights_from_disk", self.update_weights_from_disk)
+        post("/begin_weight_update", self.begin_weight_update)
+        post("/end_weight_update", self.end_weight_update)
+        post("/update_weights_from_tensor", self.update_weights_from_tensor)
+        post("/init_weights_update_group", self.init_weights_update_group)
+        post("/destroy_weights_update_group", self.destroy_weights_update_group)
+        post("/update_weights_from_distributed", self.update_weights_from_distributed)
+        post("/update_weight_version", self.update_weight_version)
+        post("/weights_checker", self.weights_checker)
+
+    async def update_weights_from_disk(self, http: web.Request) -> web.Response:
+        """Load a checkpoint folder; waits for running requests unless paused."""
+        body = await read_json(http)
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str):
+            raise RequestError("model_path: a folder is wanted")
+        await self._call(
+            lambda: self.engine.update_from_disk(path, None if version is None else str(version)),
+            when_idle=True,
+        )
+        return self._updated()
+
+    async def begin_weight_update(self, http: web.Request) -> web.Response:
+        """Does nothing, since updates here are atomic; SGLang's protocol has it."""
+        return web.json_response({"success": True})
+
+    async def end_weight_update(self, http: web.Request) -> web.Response:
+        """Does nothing, since updates here are atomic; SGLang's protocol has it."""
+        return web.json_response({"success": True})
+
+    async def update_weights_from_tensor(self, http: web.Request) -> web.Response:
+        """Replace named tensors, sent as base64 of safetensors bytes. Pickled tensors are refused."""
+        body = await read_json(http)
+        tensors: dict[str, Tensor] = {}
+        for text in _parts(body.get("serialized_named_tensors")):
+            tensors |= _decode_tensors(text)
+        if not tensors:
+            raise RequestError("serialized_named_tensors: no tensors in it")
+        await self._replace(tensors, body.get("weight_version"))
+        return self._updated()
+
+    async def init_weights_update_group(self, http: web.Request) -> web.Response:
+        """Join a group of a trainer and engines; answers once all members are in it."""
+        body = await read_json(http)
+        name, host = body.get("group_name"), body.get("master_address")
+        if body.get("backend") != "gloo":
+            raise RequestError("backend: only gloo is taken")
+        if not name or not isinstance(name, str) or not isinstance(host, str):
+            raise RequestError("group_name, master_address: texts are wanted")
+        size = whole("world_size", body.get("world_size"), 2, MOST_RANKS)
+        rank = whole("rank_offset", body.get("rank_offset"), 1, size - 1)
+        port = whole("master_port", body.get("master_port"), 1, 65535)
+        await asyncio.to_thread(self._groups.join, name, host, port, rank, size)
+        return web.json_response({"success": True, "message": "joined"})
+
+    async def destroy_weights_update_group(self, http: web.Request) -> web.Response:
+        """Leave a group."""
+        self._groups.leave(str((await read_json(http)).get("group_name")))
+        return web.json_response({"success": True, "message": "left"})
+
+    async def update_weights_from_distributed(self, http: web.Request) -> web.Response:
+        """Replace tensors by the bucket that rank 0 of a group broadcasts."""
+        body = await read_json(http)
+        listed = Listed.parse(body)
+        self._check(dict(zip(listed.names, listed.shapes, strict=True)))
+        tensors = await asyncio.to_thread(self._groups.receive, str(body.get("group_name")), listed)
+        await self._replace(tensors, body.get("weight_version"))
+        return self._updated()
+
+    async def update_weight_version(self, http: web.Request) -> web.Response:
+        """Set the version of the served weights."""
+        version = (await read_json(http)).get("new_version")
+        if version is None:
+            raise RequestError("new_version: missing")
+
+        def rename() -> None:
+            self.engine.weight_version = str(version)
+
+        await self._call(rename)
+        return web.json_response({"success": True, "new_version": str(version)})
+
+    async def weights_checker(self, http: web.Request) -> web.Response:
+        """checksum: sha256 by tensor; snapshot, then compare: whether weights changed in between; reset_tensors: zero them."""
+        action = (await read_json(http)).get("action")
+        if action not in ("checksum", "snapshot", "compare", "reset_tensors"):
+            raise RequestError(f"action: {action!r} is not checksum, snapshot, compare or reset_tensors")
+        return web.json_response(await self._call(lambda: self._check_weights(action)))
+
+    def _check_weights(self, action: str) -> dict[str, Any]:
+        held = self.engine.decoder.weights.tensors
+        if action == "checksum":
+            return {"success": True, "checksums": {name: _checksum(tensor) for name, tensor in held.items()}}
+        if action == "snapshot":
+            self.snapshot = {name: tensor.clone() for name, tensor in held.items()}
+        elif action == "reset_tensors":
+            zeroed = {name: tensor.new_zeros(tensor.shape) for name, tensor in held.items()}
+            self.engine.replace_weights(Weights(self.engine.shape, zeroed), self.engine.weight_version)
+        else:
+            differing = [
+                name for name, tensor in held.items() if not tensor.equal(self.snapshot.get(name, tensor[:0]))
+            ]
+            return {
+                "success": not differing,
+                "message": "equal" if not differing else f"{differing[0]} differs",
+            }
+        return {"success": True, "message": action}
+
+    def _check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        unknown = sorted(set(shapes) - set(self.engine.decoder.weights.tensors))
+        if unknown:
+            raise ModelError(f"{unknown[0]} is no tensor of the model served")
+        self.engine.check_shapes(shapes)
+
+    async def _replace(self, tensors: dict[str, Tensor], version: Any) -> None:
+        """Replace the served tensors of these names, and set the version if one is given."""
+
+        def replace() -> None:
+            engine = self.engine
+            self._check({name: tensor.shape for name, tensor in tensors.items()})
+            cast = {name: tensor.to(engine.decoder.weights.dtype) for name, tensor in tensors.items()}
+            merged = {**engine.decoder.weights.tensors, **cast}
+            engine.replace_weights(
+                Weights(engine.shape, merged), engine.weight_version if version is None else str(version)
+            )
+
+        await self._call(replace, when_idle=True)
+
+    def _updated(self) -> web.Response:
+        return web.json_response(
+            {"success": True, "message": "updated", "weight_version": self.engine.weight_version}
+        )
+
+    async def _call(self, job: Callable[[], Any], *, when_idle: bool = False) -> Any:
+        return await asyncio.to_thread(self.engine.call, job, when_idle=when_idle)
+
+
+def _parts(given: Any) -> list[str]:
+    parts = [given] if isinstance(given, str) else given
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise RequestError("serialized_named_tensors: a list of base64 texts is wanted")
+    return parts
+
+
+def _decode_tensors(text: str) -> dict[str, Tensor]:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"serialized_named_tensors: not base64: {error}") from error
+    if data[:1] == b"\x80":
+        raise RequestError(
+            "serialized_named_tensors: pickled tensors are never loaded; send safetensors bytes in base64"
+        )
+    try:
+        tensors: dict[str, Tensor] = load_safetensors(data)
+    except SafetensorError as error:
+        raise RequestError(f"serialized_named_tensors: not safetensors: {error}") from error
+    return tensors
+
+
+def _checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,266 @@
+"""Sends each request to the least loaded engine, keeps groups together, and retries on another engine when one is lost.
+
+Owns the choice of the engine and the number of attempts; JSON passes unchanged. Never returns a token of a weight version that is
+not allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from millrace.connectors.engines.sglang.client import EngineClient, Generation
+from millrace.connectors.engines.sglang.dispatching.flushing import Flush, Parts
+from millrace.connectors.engines.sglang.dispatching.least_load import LeastLoad
+from millrace.connectors.engines.sglang.dispatching.pieces import NOTHING, joined, shortened
+from millrace.connectors.engines.sglang.wire.request_ids import new_sender, request_id
+from millrace.core.errors import EngineError, EngineLostError
+
+log = logging.getLogger(__name__)
+SESSIONS = 65536
+ABORT_EVERY_S = 0.1  # aborts are repeated, since a request may still be on its way to the engine
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """The URL and the key of an engine."""
+
+    engine_id: str
+    url: str
+    key: str | None = field(repr=False)
+
+
+class Dispatcher:
+    """Generates on engines that each serve one of the allowed weight versions.
+
+    Weights may change while requests run: a request that an update interrupted is sent again with its tokens so far, and
+    continues under the new weights. Each token keeps the version that made it.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[EngineClient]],
+        recover: Callable[[int], Awaitable[None]],
+        mark_suspect: Callable[[EngineClient, EngineLostError], None],
+        *,
+        version: int,
+        attempts: int,
+        progress_timeout_s: float,
+        oldest: int | None = None,
+        newest: int | None = None,
+        keyed: bool = False,
+    ) -> None:
+        """version: the version to load into engines that serve none of the allowed. oldest, newest: the allowed versions, by default only
+        `version`. keyed: requests share prefixes only with requests of the same version, since caches outlive an update.
+        """
+        self.version = version
+        self.allowed = range(
+            version if oldest is None else oldest, (version if newest is None else newest) + 1
+        )
+        self.attempts = attempts
+        self.progress_timeout_s = progress_timeout_s
+        self.retries = 0
+        self._sender = new_sender()
+        self._engines = engines
+        self._recover = recover
+        self._recovering: asyncio.Task[None] | None = None
+        self._mark_suspect = mark_suspect
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._failing: set[tuple[str, type]] = set()  # engine and error, until the engine answers again
+        self._keyed = keyed
+        self._stopped = False
+        self._least = LeastLoad(())
+        self._in_flight: dict[str, EngineClient] = {}  # by the attempt's request id
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        *,
+        rid: str,
+        session: str | None,
+        continued: int = 0,
+        priority: int | None = None,
+        flush: Flush | None = None,
+    ) -> Generation:
+        """Generate one sample. Raises EngineError after all attempts, naming the last cause.
+
+        flush: stores the tokens meanwhile; stored tokens of an engine that is lost are kept.
+        continued: the number of last input ids that are output of an earlier part of the answer; the result continues them.
+        priority: waiting requests with the smallest number come first. After `stop`, returns the tokens so far as "abort".
+        """
+        last: EngineError | None = None
+        made, sent, tries = NOTHING, 0, 0
+        while tries < self.attempts:
+            if flush and not flush.take(made):
+                await flush.settled()
+            engine = None if self._stopped else await self._engine(session)
+            if self._stopped:
+                return replace(made, finish="abort")
+            if engine is None:  # since the recovery another request has lost the engine
+                last = EngineError("no engine serves; see the engines' logs")
+                tries += 1
+                continue
+            refit, found = self._refit(engine), len(made.output_ids)
+            left = shortened(params, found) if found else params
+            ids = [*input_ids, *made.output_ids.tolist()]
+            name = request_id(rid, sent, self._sender)
+            sent += 1
+            parts = Parts(made, flush, self.allowed) if flush else None
+            try:
+                with self._noted(name, engine):
+                    result = await self._ask(
+                        engine, ids, left, name, session, continued + found, priority, parts
+                    )
+            except EngineLostError as error:
+                last = error
+                made = parts.made if parts else made
+                self._mark_suspect(engine, error)
+            else:
+                wrong = [version for _, version in result.weight_versions if version not in self.allowed]
+                if not wrong:
+                    made = joined(made, result)
+                    if result.finish != "abort":
+                        self._failing = {failed for failed in self._failing if failed[0] != engine.engine_id}
+                        return made
+                    if self._stopped or self._refit(engine) != refit or (parts and parts.halted):
+                        continue
+                last = EngineError(
+                    f"{engine.engine_id}: aborted by another process"
+                    if not wrong
+                    else f"{engine.engine_id}: answered with weight version {wrong[0]}, {self._expected} is expected"
+                )
+            tries += 1
+            self._note_failure(engine, last, rid, tries)
+            if session:
+                self._sessions.pop(session, None)
+            if not self._stopped:
+                await self._recovered()
+        raise EngineError(f"{last} (attempt {self.attempts} of rollout.attempts)")
+
+    def addresses(self) -> list[EngineAddress]:
+        """The addresses of the engines that serve now."""
+        return [EngineAddress(engine.engine_id, engine.url, engine.key) for engine in self._engines()]
+
+    def mark_lost(self, engine_id: str, url: str, error: EngineLostError) -> None:
+        """Record that another process lost a request on an engine, unless the engine has been replaced."""
+        for engine in self._engines():
+            if (engine.engine_id, engine.url) == (engine_id, url):
+                self._mark_suspect(engine, error)
+
+    async def stop(self) -> None:
+        """End all requests for good: each `generate` returns its tokens so far, as aborted."""
+        self._stopped = True
+        while self._in_flight:
+            ending = [self._abort(name, engine) for name, engine in self._in_flight.items()]
+            await asyncio.gather(*ending)
+            await asyncio.sleep(ABORT_EVERY_S if self._in_flight else 0)
+
+    @property
+    def serving(self) -> list[EngineClient]:
+        """The engines that now serve an allowed version."""
+        return list(self._engines())
+
+    @property
+    def _expected(self) -> str:
+        oldest, newest = self.allowed[0], self.allowed[-1]
+        return str(newest) if oldest == newest else f"one of {oldest} to {newest}"
+
+    @contextlib.contextmanager
+    def _noted(self, name: str, engine: EngineClient) -> Iterator[None]:
+        self._in_flight[name] = engine
+        try:
+            yield
+        finally:
+            del self._in_flight[name]
+            self._least.ended(engine)
+
+    def _refit(self, engine: EngineClient) -> int:
+        """The `refit` number of the newest weights that may answer a request sent now."""
+        return engine.refit
+
+    def _cache_key(self, engine: EngineClient) -> str | None:
+        return f"weights:{self._refit(engine)}" if self._keyed else None
+
+    async def _abort(self, name: str, engine: EngineClient) -> None:
+        """End a request that was sent to an engine."""
+        await self._abort_at(name, [engine])
+
+    async def _abort_at(self, name: str, engines: Iterable[EngineClient]) -> None:
+        await asyncio.gather(*(self._abort_one(name, engine) for engine in engines))
+
+    async def _abort_one(self, name: str, engine: EngineClient) -> None:
+        with contextlib.suppress(EngineError):  # the request itself notices that the engine is lost
+            await engine.abort(name)
+
+    def _note_failure(self, engine: EngineClient, error: EngineError, rid: str, tries: int) -> None:
+        self.retries += 1
+        failure = engine.engine_id, type(error)
+        # a dying engine loses all its requests at once, and one warning is enough
+        repeated = failure in self._failing
+        self._failing.add(failure)
+        level = logging.DEBUG if repeated else logging.WARNING
+        log.log(level, "request %s, attempt %d of %d: %s", rid, tries, self.attempts, error)
+
+    async def _ask(
+        self,
+        engine: EngineClient,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        rid: str,
+        session: str | None,
+        continued: int,
+        priority: int | None,
+        parts: Parts | None = None,
+    ) -> Generation:
+        return await engine.generate(
+            input_ids,
+            params,
+            rid=rid,
+            session=session,
+            progress_timeout_s=self.progress_timeout_s,
+            continued=continued,
+            priority=priority,
+            cache_key=self._cache_key(engine),
+            **(parts.wanted if parts else {}),
+        )
+
+    async def _engine(self, session: str | None) -> EngineClient | None:
+        """An engine that serves. If none does, waits for a recovery first; None if there is still none."""
+        engine = self._choose(session)
+        if engine is None:
+            await self._recovered()
+            engine = self._choose(session)
+        return engine
+
+    async def _recovered(self) -> None:
+        """Wait for a recovery, which all requests that need one share."""
+        if self._recovering is None or self._recovering.done():
+            self._recovering = asyncio.ensure_future(self._recover(self.version))
+        await asyncio.shield(self._recovering)
+
+    def _choose(self, session: str | None) -> EngineClient | None:
+        engines = self._engines()
+        if not engines:
+            return None
+        if self._least.engines is not engines:
+            self._least = LeastLoad(engines)
+        held = self._least.by_id.get(self._sessions.get(session, "")) if session else None
+        if held is not None:
+            return held
+        chosen = self._least.choose()
+        if session:
+            self._sessions[session] = chosen.engine_id
+            if len(self._sessions) > SESSIONS:
+                self._sessions.popitem(last=False)
+        return chosen
+
+
+def least_loaded(engines: Iterable[EngineClient]) -> EngineClient:
+    """The engine with the fewest requests in flight."""
+    return min(engines, key=lambda engine: (engine.in_flight, engine.engine_id))

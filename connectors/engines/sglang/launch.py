@@ -1,0 +1,197 @@
+"""Command lines of the servers: the embedded engine, SGLang and sglang-router, the latter two with all their options.
+
+Owns how configuration becomes arguments and environment. SGLang's options are checked against the installed version's
+ServerArgs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.connectors.engines.sglang.server_args import (
+    PYTHON_PATH,
+    argument,
+    decode_graphs,
+    option_arguments,
+    option_problems,
+)
+from millrace.core.config import RunConfig
+from millrace.core.config.engines import LOOPBACK
+from millrace.core.errors import ConfigError
+
+ROUTER_MISSING = (
+    "sglang-router is not installed",
+    "pip install 'millrace[router]', or leave it out: millrace's dispatcher needs nothing",
+)
+ENGINE_KEY = "MILLRACE_ENGINE_KEY"  # the variable that the embedded engine reads
+FOREVER_S = 10 * 365 * 24 * 3600  # no time limit: millrace checks progress instead
+HTTP_PROXIES = ("HTTP_PROXY", "ALL_PROXY")  # in upper or lower case
+COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
+
+
+def engine_kind(config: RunConfig, gpus: int) -> str:
+    """The kind of engine, embedded or sglang. auto is sglang if there is a GPU."""
+    if config.engines.kind != "auto":
+        return config.engines.kind
+    return "sglang" if gpus else "embedded"
+
+
+def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str]:
+    """Start the embedded engine on a free port, which it writes to a file. Raises ConfigError if it should only prefill."""
+    e = config.engines
+    assert e.kind in ("auto", "embedded")
+    if e.prefill:
+        raise ConfigError(
+            f"engines.prefill = {e.prefill}: without a GPU engines are embedded ones, which do both; set it to 0"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "millrace.connectors.engines.embedded",
+        "--model-path",
+        model,
+        "--host",
+        e.host,
+        "--port",
+        "0",
+    ]
+    command += ["--port-file", str(port_file), "--weight-version", "initial"]
+    command += ["--max-running-requests", str(e.max_running), "--max-total-tokens", str(e.max_total_tokens)]
+    command += ["--dtype", config.dtype]
+    return command + (["--threads", str(e.threads)] if e.threads else [])
+
+
+def write_sglang_keys(folder: Path, key: str) -> Path:
+    """Write a file for SGLang's --config with the key that requests must bring, in a folder that only this user can read.
+
+    A file, since every user of the machine can see command lines. SGLang has read it by the time that it answers.
+    """
+    path = folder / "keys.yaml"
+    path.write_text(json.dumps({"api-key": key, "admin-api-key": key}))
+    return path
+
+
+def sglang_command(
+    config: RunConfig, model: str, port: int, index: int, bootstrap_port: int, keys: Path
+) -> list[str]:
+    """Start SGLang engine `index` on the GPUs that its process sees.
+
+    bootstrap_port: at which decoding engines meet this one if it only prefills. keys: the file of write_sglang_keys. Raises
+    ConfigError for an option that the installed version does not have.
+    """
+    e = config.engines
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        model,
+        "--host",
+        e.host,
+        "--port",
+        str(port),
+        "--config",
+        str(keys),
+    ]
+    command += ["--tp-size", str(e.gpus), "--dtype", config.dtype, "--random-seed"]
+    command += [str(config.run.seed + index), "--weight-version", "initial"]
+    if config.placement.colocate and "mem_fraction_static" not in e.sglang:
+        command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]
+    if config.engines_sleep:
+        command.append("--enable-memory-saver")
+        # weight updates do not restore a draft model, so SGLang must keep its weights
+        if e.sglang.get("speculative_algorithm"):
+            command.append("--enable-draft-weights-cpu-backup")
+    if e.prefill:
+        command += ["--disaggregation-mode", "prefill" if index < e.prefill else "decode"]
+        if index < e.prefill:
+            command += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+    return command + _options({**decode_graphs(e.sglang, config.rollout.max_concurrency), **e.sglang})
+
+
+def router_command(config: RunConfig, port: int, metrics_port: int) -> list[str]:
+    """Start sglang-router without engines, which are added later with their keys.
+
+    It never retries a request, since a retried sample could not be recognised. It does not check engines either: the fleet does.
+    """
+    router = config.engines.router
+    assert router is not None
+    if importlib.util.find_spec("sglang_router") is None:
+        raise ConfigError(f"engines.router: {'; '.join(ROUTER_MISSING)}")
+    host = config.engines.host
+    command = [sys.executable, "-m", "millrace.connectors.engines.sglang.router_process"]
+    command += ["--host", host, "--port", str(port)]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    command += ["--policy", router.policy, "--disable-retries", "--disable-circuit-breaker"]
+    command += ["--disable-health-check", "--request-timeout-secs", str(FOREVER_S)]
+    command += ["--worker-startup-timeout-secs", "10"]
+    for name, value in {"log_level": "warn", **router.options}.items():
+        command += argument(f"--{name.replace('_', '-')}", value)
+    return command
+
+
+def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_s: float) -> dict[str, str]:
+    """The server's environment: a separate Python path if one is named, an immediate /health, CUDA's runtime, addresses and timeouts.
+
+    SGLang pins versions that conflict with other packages, so MILLRACE_SGLANG_PYTHONPATH may name a separate folder with it.
+    The memory saver loads CUDA's runtime library by name, and pip puts the library into a folder that the loader does not search.
+    Engines that exchange KV caches listen at `address`, like the server; if that is loopback, UCX uses loopback only. A request
+    waits for room on the decoding engine without a limit, and for its KV cache as long as an engine may make no progress.
+    """
+    environment = dict(given)
+    environment.setdefault("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", str(FOREVER_S))
+    environment.setdefault("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", str(math.ceil(progress_timeout_s)))
+    environment.setdefault("SGLANG_HOST_IP", address)
+    if address in LOOPBACK:
+        environment.setdefault("UCX_NET_DEVICES", "lo")
+    if given.get(PYTHON_PATH):
+        environment["PYTHONPATH"] = given[PYTHON_PATH]
+    environment.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+    libraries = [*_cuda_runtime(), *filter(None, given.get("LD_LIBRARY_PATH", "").split(os.pathsep))]
+    if libraries:
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
+    return environment
+
+
+def without_http_proxy(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment without HTTP proxies: a server reaches the run's other servers over plain HTTP, and a proxy cannot.
+
+    The proxy for HTTPS stays, by which the server downloads from elsewhere.
+    """
+    environment = {name: value for name, value in given.items() if name.upper() not in HTTP_PROXIES}
+    for name in ("ALL_PROXY", "all_proxy"):
+        if name in given:
+            environment.setdefault("HTTPS_PROXY" if name.isupper() else "https_proxy", given[name])
+    return environment
+
+
+def _cuda_runtime() -> list[str]:
+    """Folders of this Python's CUDA runtime."""
+    found = importlib.util.find_spec("nvidia")
+    roots = found.submodule_search_locations if found and found.submodule_search_locations else []
+    return sorted({str(path.parent) for root in roots for path in Path(root).glob("*/lib/libcudart.so*")})
+
+
+def _options(options: dict[str, Any]) -> list[str]:
+    """engines.sglang as arguments. Raises ConfigError for the first that the installed version does not accept."""
+    for problem in option_problems(options):
+        raise ConfigError(str(problem))
+    return option_arguments(options)
+
+
+def no_room(config: RunConfig, cache: bool) -> str:
+    """A hint for when SGLang has ended because too little memory is free. cache: it was to take back its KV cache."""
+    ways = []
+    if cache:
+        share = config.engines.sglang.get("mem_fraction_static", "its default")
+        ways.append(f"lower engines.sglang.mem_fraction_static (now {share})")
+    if not config.placement.offload_trainer:
+        ways.append("set placement.offload_trainer to true")
+    return f"; if its log says that the GPU's memory ran out, {' or '.join(ways)}" if ways else ""

@@ -1,0 +1,256 @@
+"""The server process of one engine or of the router, held by a Ray actor. The server dies with its actor.
+
+Owns starting, watching and ending the process, its log, and the files copied to its node; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from millrace.connectors.engines.sglang.launch import (
+    ENGINE_KEY,
+    embedded_command,
+    engine_kind,
+    router_command,
+    sglang_command,
+    sglang_environment,
+    without_http_proxy,
+    write_sglang_keys,
+)
+from millrace.connectors.engines.sglang.router_process import KEY as ROUTER_KEY
+from millrace.connectors.host.local_files import PRIVATE_FILE, PRIVATE_FOLDER, log_folder
+from millrace.connectors.host.own_folders import own_folder, remove_own_folder, temporary_folder
+from millrace.connectors.storage.store import split_url
+from millrace.core.config import RunConfig
+from millrace.core.config.plan import visible_gpus
+from millrace.core.contracts.handles import ServerState
+from millrace.core.errors import EngineError, EngineLostError
+from millrace.core.waits.heartbeat import beat
+
+PR_SET_PDEATHSIG = 1
+PORT_TAKEN = "address already in use"  # in the end of the server's log
+PORT_TRIES = 3
+# the server is on the same node, so a proxy from the environment must not answer for it
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+Launch = tuple[
+    Sequence[str], Callable[[], int | None], Mapping[str, str] | None
+]  # command, its port, environment
+
+
+class _ServerHolder:
+    """Holds one server process."""
+
+    def __init__(self, config: dict[str, Any], name: str) -> None:
+        self.config = RunConfig.model_validate(config)
+        self.log = log_folder(self.config.storage.root, self.config.run.name) / f"{name}.log"
+        # different for each run: in an actor MILLRACE_RUN is the namespace, which is the run's identity
+        self._identity = os.environ.get("MILLRACE_RUN", self.config.run.name)
+        self.starts = 0
+        host = self.config.engines.host
+        everywhere = host in ("0.0.0.0", "::")
+        self.address = os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1") if everywhere else host
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url: str | None = None
+        self._key = secrets.token_hex(32)  # hexadecimal, since a command line must not take it for an option
+
+    def state(self) -> ServerState:
+        """Whether the process lives and has answered, and its address."""
+        process = self._process
+        alive = process is not None and process.poll() is None and self._url is not None
+        return {
+            "alive": alive,
+            "url": self._url if alive else None,
+            "key": self._key if alive else None,
+            "pid": process.pid if process and alive else None,
+            "starts": self.starts,
+            "log": str(self.log),
+        }
+
+    def _run(self, what: str, launch: Callable[[], Launch]) -> None:
+        """Start the server and wait until it answers at its port, which may become known only later.
+
+        A port may be taken between its choice and the server's binding, and servers choose some ports themselves, so a start that
+        fails for a taken port is repeated with other ports. Raises EngineLostError if the server is killed, EngineError with the
+        end of its log if it dies for another reason or does not answer within engines.start_timeout_s.
+        """
+        for left in reversed(range(PORT_TRIES)):
+            if self._started(what, *launch(), may_try_again=left > 0):
+                return
+
+    def _started(
+        self,
+        what: str,
+        command: Sequence[str],
+        port: Callable[[], int | None],
+        environment: Mapping[str, str] | None,
+        *,
+        may_try_again: bool,
+    ) -> bool:
+        """True once the server answers; False if it ended because a port was taken, and another try is allowed."""
+        self.starts += 1
+        self.log.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            os.fchmod(out.fileno(), PRIVATE_FILE)  # SGLang logs its arguments, and with them the key
+            self._process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=without_http_proxy(os.environ if environment is None else environment),
+                preexec_fn=_die_with_parent,
+            )
+        deadline = time.monotonic() + self.config.engines.start_timeout_s
+        while True:
+            known = port()
+            if known and _answers(f"http://{self.address}:{known}/health"):
+                self._url = f"http://{self.address}:{known}"
+                return True
+            code = self._process.poll()
+            if code is not None or time.monotonic() > deadline:
+                self.stop()
+                if may_try_again and code is not None and PORT_TAKEN in self._tail().lower():
+                    return False
+                patience = (
+                    f"did not answer in engines.start_timeout_s = {self.config.engines.start_timeout_s:g}"
+                )
+                killed = code is not None and code < 0  # by a signal, so its log has no reason
+                raise (EngineLostError if killed else EngineError)(
+                    f"{what} {patience if code is None else f'ended with {code}'}; the end of {self.log}:\n{self._tail()}",
+                    remedy="correct what the log names, or raise engines.start_timeout_s if it was still loading, and start "
+                    "the same command again: what finished is kept",
+                )
+            beat()  # this wait has another deadline
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End the server."""
+        process = self._process
+        if process and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._process = self._url = None
+
+    def kill(self) -> None:
+        """Kill the server."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._url = None
+
+    def _tail(self) -> str:
+        text = self.log.read_text(errors="replace").replace(self._key, "(its key)")
+        return "\n".join(text.splitlines()[-15:])
+
+
+class EngineServer(_ServerHolder):
+    """Holds one engine's server process."""
+
+    def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
+        super().__init__(config, f"engine-{index}")
+        self.index = index
+        self._released: list[str] = []  # tags of GPU memory that the server has released
+        self._download: str | None = None  # this node's copy of a folder in storage
+
+    def state(self) -> ServerState:
+        """Whether the process lives, its address, and the memory that it has released."""
+        return {**super().state(), "index": self.index, "released": list(self._released)}
+
+    def note_released(self, tags: list[str]) -> None:
+        """Record which memory the server has released, since a later driver must take it back."""
+        self._released = list(tags)
+
+    def start(self, model: str) -> ServerState:
+        """Start the server on a model folder unless it lives; returns `state` once the server answers."""
+        if self.state()["alive"]:
+            return self.state()
+        self._released = []
+        kind = engine_kind(self.config, visible_gpus())
+        what = f"engine {self.index} ({kind})"
+        with temporary_folder("millrace-engine") as folder:  # no other user can read in it
+            launch = self._embedded if kind == "embedded" else self._sglang
+            self._run(what, partial(launch, model, Path(folder)))
+        return self.state()
+
+    def _embedded(self, model: str, folder: Path) -> Launch:
+        port_file = folder / "port"
+        command = embedded_command(self.config, model, port_file)
+        return command, partial(_number_in, port_file), {**os.environ, ENGINE_KEY: self._key}
+
+    def _sglang(self, model: str, folder: Path) -> Launch:
+        port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
+        keys = write_sglang_keys(folder, self._key)
+        command = sglang_command(self.config, model, port, self.index, bootstrap, keys)
+        patience = self.config.rollout.progress_timeout_s
+        return command, lambda: port, sglang_environment(os.environ, self.address, patience)
+
+    def download(self, url: str) -> str:
+        """Copy a folder from storage to this node and return its path. The copy stays until `remove_download`."""
+        self.remove_download()
+        store, name = split_url(url)
+        self._download = own_folder(f"millrace-{self._identity}-engine-{self.index}")
+        store.download_dir(name, self._download)
+        return self._download
+
+    def remove_download(self) -> None:
+        """Remove the downloaded folder."""
+        if self._download:
+            remove_own_folder(self._download)
+        self._download = None
+
+
+class RouterServer(_ServerHolder):
+    """Holds the run's sglang-router process."""
+
+    def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
+        super().__init__(config, "router")
+
+    def start(self) -> ServerState:
+        """Start the router, without engines, unless it lives; returns `state` once it answers."""
+        if not self.state()["alive"]:
+            self._run("sglang-router", self._launch)
+        return self.state()
+
+    def _launch(self) -> Launch:
+        port, metrics = _free_port(self.config.engines.host), _free_port("127.0.0.1")
+        command = router_command(self.config, port, metrics)
+        return command, lambda: port, {**os.environ, ROUTER_KEY: self._key}
+
+
+def _die_with_parent() -> None:
+    """Run in the child: die with the actor. The thread that forks must outlive the server, as actor threads do."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with DIRECT.open(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def _number_in(file: Path) -> int | None:
+    return int(file.read_text()) if file.exists() else None
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

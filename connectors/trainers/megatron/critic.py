@@ -1,0 +1,78 @@
+"""PPO's critic: values of response tokens, and the gradient of the value loss.
+
+A second model with a scalar head that starts at zero, and with a separate optimizer and schedule. It starts from the policy's
+folder, or from algorithm.advantage.critic.path. Reads returns from the batch. Value loss: token mean over the global batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.connectors.trainers.megatron.forward_backward import Metrics, MetricSums, ValueForwardBackward
+from millrace.connectors.trainers.megatron.model.policy_model import CriticModel
+from millrace.connectors.trainers.megatron.rank_batch import RankBatch
+from millrace.connectors.trainers.megatron.trainable_model import TrainableModel, model_from_hf
+from millrace.core.algorithms.losses import value_loss
+from millrace.core.algorithms.packed import clean
+from millrace.core.config import RunConfig
+from millrace.core.families.config_file import read_hf_config
+
+
+class Critic:
+    """The value model of this rank."""
+
+    def __init__(self, config: RunConfig, hf: dict[str, Any], device: Any) -> None:
+        assert config.algorithm.critic is not None
+        self.config = config.algorithm.critic
+        if self.config.path is None:
+            inner = model_from_hf(config, config.model.path, hf, device, CriticModel)
+        else:
+            field = "algorithm.advantage.critic.path"
+            own = read_hf_config(self.config.path, field)
+            inner = model_from_hf(config, self.config.path, own, device, CriticModel, field)
+        self.trainable = TrainableModel(inner, config, self.config.lr, self.config.schedule)
+        self.passes = ValueForwardBackward(config, self.trainable.model, inner, device)
+
+    def values(self, batch: RankBatch) -> Tensor | None:
+        """Value of the state before each response token [N], without gradients; None before the last stage."""
+        return self.passes.values(batch.packs)
+
+    def forward_backward(self, batch: RankBatch, sums: MetricSums) -> None:
+        """Compute the gradients of the value loss against the batch's `returns`, clipped around its `values`."""
+        spans = batch.spans()
+
+        def loss(number: int, values: Tensor) -> tuple[Tensor, Metrics]:
+            span = spans[number]
+            mask = batch.mask[span].bool()
+            old, returns = clean(batch.per_token["values"][span], mask), batch.per_token["returns"][span]
+            values = clean(values, mask)
+            per_token = clean(value_loss(values, old, returns, clip=self.config.clip), mask)
+            count, detached = mask.sum().float(), values.detach()
+            clipped = (
+                (detached - old).abs() > self.config.clip if self.config.clip else torch.zeros_like(mask)
+            )
+            total = per_token.sum() * batch.token_weight
+            return total, {
+                "value_loss": (per_token.detach().sum(), count),
+                "value_mean": (detached.sum(), count),
+                "value_clip_share": ((clipped & mask).sum().float(), count),
+                "return_mean": (returns.sum(), count),
+                "return_second": (returns.square().sum(), count),
+                "value_error": ((returns - old).sum(), count),
+                "value_error_second": ((returns - old).square().sum(), count),
+            }
+
+        self.passes.forward_backward(batch.packs, self.passes.token_values, loss, sums, forward_only=False)
+
+
+def explained_variance(means: dict[str, float]) -> dict[str, float]:
+    """Replace the moments in the metrics by value_explained = 1 - var(returns - values) / var(returns)."""
+    metrics = dict(means)
+    moments = [metrics.pop(name, 0.0) for name in ("return_second", "value_error", "value_error_second")]
+    second, error, error_second = moments
+    variance = second - means["return_mean"] ** 2
+    metrics["value_explained"] = 1 - (error_second - error**2) / variance if variance > 1e-12 else 0.0
+    return metrics

@@ -1,0 +1,429 @@
+"""The policy and the other parts of its algorithm: critic, reference, teacher and KL coefficient.
+
+Owns the order of computations. Values under the weights from before an iteration are computed at its first step, as are whitened
+advantages, which share one scale over the iteration; all else is computed step by step. Also owns the algorithm's state in a
+checkpoint. Knows nothing of files, actors or requested versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
+
+from millrace.connectors.trainers.megatron.critic import Critic, explained_variance
+from millrace.connectors.trainers.megatron.forward_backward import (
+    LogprobForwardBackward,
+    MetricSums,
+    add_sums,
+    means_of,
+    sum_over_ranks,
+    to_numbers,
+)
+from millrace.connectors.trainers.megatron.frozen_models import Teacher, reference_of
+from millrace.connectors.trainers.megatron.packing import Row, oldest_age
+from millrace.connectors.trainers.megatron.policy_step import logprob_gap, policy_step
+from millrace.connectors.trainers.megatron.rank_batch import RankBatch, make_rank_batch
+from millrace.connectors.trainers.megatron.trainable_model import (
+    TrainableModel,
+    bytes_of_weights,
+    model_from_hf,
+)
+from millrace.core.algorithms.ages import measured
+from millrace.core.algorithms.credit import ScoredSamples, stored_or_shaped, token_credit
+from millrace.core.algorithms.kl_controller import KLController
+from millrace.core.algorithms.objective import Objective, check_on_policy, derived
+from millrace.core.config import RunConfig
+from millrace.core.config.megatron_options import rules as megatron_options
+from millrace.core.errors import RefusedStepError, TrainerError
+from millrace.core.families.architecture import architecture
+
+
+@dataclass
+class _Iteration:
+    """The batches of an iteration's remaining steps."""
+
+    batch: tuple[str, str | None]  # URL and hash of the file
+    first_pass: range  # its steps; steps of later passes have the same batches
+    batches: dict[int, RankBatch]  # by step
+
+    @property
+    def first_step(self) -> int:
+        """The step that starts with the weights from before the iteration."""
+        return self.first_pass[0]
+
+
+def step_metrics(objective: Objective, sums: MetricSums) -> dict[str, float]:
+    """A step's metrics over all ranks, from this rank's sums."""
+    means = measured(derived(means_of(sum_over_ranks(sums))))
+    if objective.needs_ref:
+        means["kl_coef"] = objective.kl_coef
+    return means
+
+
+def _all_or_none(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The parts end to end; None unless every batch has its part."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known) if len(known) == len(parts) else None
+
+
+class Learner:
+    """All models of this rank."""
+
+    def __init__(self, config: RunConfig, hf: dict[str, Any], device: Any) -> None:
+        self.config = config
+        self.algorithm = config.algorithm
+        self.device = device
+        self.architecture = architecture(hf)
+        megatron_options.check(config, self.architecture)
+        self.objective = Objective(self.algorithm)
+        self.kl_controller = KLController(self.algorithm)
+        inner = model_from_hf(config, config.model.path, hf, device)
+        # before the optimizer copies the weights
+        self.reference = reference_of(config, inner, hf) if self.objective.needs_ref else None
+        self.policy = TrainableModel(inner, config, config.trainer.optimizer.lr)
+        temperature = 1.0 if self.objective.supervised else config.rollout.sampling.temperature
+        self.passes = LogprobForwardBackward(
+            config, self.policy.model, inner, device, vocab=hf["vocab_size"], temperature=temperature
+        )
+        self.critic = Critic(config, hf, device) if self.needs_critic else None
+        self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None
+        self._iteration: _Iteration | None = None
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage estimator reads values."""
+        return self.algorithm.critic is not None
+
+    def _needs_old(self, steps: int) -> bool:
+        """Whether the trainer's log-probabilities from before the iteration need a forward pass."""
+        a, o = self.algorithm, self.objective
+        if o.supervised or o.ratio_to_rollout:
+            return False
+        in_advantage = a.distils_in_advantage or (a.kl_placement == "reward" and o.needs_ref)
+        return in_advantage or (o.needs_old and (steps > 1 or o.needs_recompute))
+
+    def _needs_sampled(self, steps: int) -> bool:
+        """Whether the comparison with the engine needs an additional forward pass over the samples of later steps.
+
+        It does if the engine's log-probabilities serve as old ones, since then no other pass computes the trainer's before the
+        first update.
+        """
+        return self.objective.ratio_to_rollout and steps > 1
+
+    # the batches of an iteration
+
+    def rank_batch(
+        self, version: int, batch_url: str, rows: Sequence[Row], batch_sha256: str | None = None
+    ) -> RankBatch:
+        """This rank's part of step `version`, with all per-token values except advantages. `rows`: the whole iteration's.
+
+        batch_sha256: the file's hash, since another batch may be written to its URL.
+        A refused step's values are kept for its next try. Raises TrainerError, on every rank, if a later step asks for values
+        under the weights from before the iteration, or a sample has a token that the teacher does not know.
+        """
+        if self._iteration is None or self._iteration.batch != (batch_url, batch_sha256):
+            if self.teacher is not None:
+                self.teacher.check_tokens(rows)
+            batches = self._start_iteration(version, batch_url, rows)
+            steps = [row.train_step for row in rows]
+            first_pass = range(min(steps), max(steps) + 1)
+            self._iteration = _Iteration((batch_url, batch_sha256), first_pass, batches)
+        batch = self._iteration.batches[version]
+        self._ask_reference(batch)
+        self._ask_teacher(batch)
+        return batch
+
+    def _ask_reference(self, batch: RankBatch) -> None:
+        if self.reference is not None and "ref" not in batch.computed:
+            with self.reference.as_policy():
+                batch.set_per_token("ref", self.passes.logprobs(batch.packs))
+
+    def _ask_teacher(self, batch: RankBatch) -> None:
+        if self.teacher is not None and "teacher" not in batch.computed:
+            batch.set_per_token("teacher", self.teacher.logprobs(batch))
+
+    def _start_iteration(self, version: int, batch_url: str, rows: Sequence[Row]) -> dict[int, RankBatch]:
+        """Batches from step `version` on, with all values under the weights from before the iteration."""
+        steps, passes = sorted({row.train_step for row in rows}), self.config.trainer.passes
+        old = self._needs_old(len(steps) * passes)
+        # at a later step the weights have changed since sampling
+        sampled = self._needs_sampled(len(steps) * passes) and version == steps[0]
+        whiten = self.algorithm.whiten and not self.objective.supervised
+        if (old or whiten or self.critic is not None) and version != steps[0]:
+            raise TrainerError(
+                f"step {version} of {batch_url} needs log-probabilities, values or whitened advantages under the weights "
+                f"from before the iteration, which began at step {steps[0]}",
+                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
+            )
+        rewards = self._rewards(rows)
+        oldest = oldest_age(rows)
+        batches: dict[int, RankBatch] = {}
+        for step in steps:
+            due = [
+                again for again in range(step, steps[0] + passes * len(steps), len(steps)) if again >= version
+            ]
+            if not due:
+                continue
+            members = [i for i, row in enumerate(rows) if row.train_step == step]
+            batch = make_rank_batch(
+                [rows[i] for i in members],
+                [rewards[i] for i in members],
+                self.objective,
+                self.config,
+                self.architecture,
+                self.device,
+                oldest=oldest,
+            )
+            if old:
+                batch.set_per_token("old", self.passes.logprobs(batch.packs))
+            # a first step that is passed only once computes its log-probabilities itself
+            if sampled and (step != steps[0] or passes > 1):
+                batch.set_per_token("sampled", self.passes.logprobs(batch.packs))
+            if self.critic is not None:
+                batch.set_per_token("values", self.critic.values(batch))
+            batches |= dict.fromkeys(due, batch)
+        if whiten:
+            self._whiten([batches[step] for step in steps])
+        return batches
+
+    def _whiten(self, batches: Sequence[RankBatch]) -> None:
+        """Compute the advantages of all batches of the iteration together, on one scale."""
+        for batch in batches:
+            if self.algorithm.kl_placement == "reward":
+                self._ask_reference(batch)
+            self._ask_teacher(batch)
+        if mpu.is_pipeline_last_stage():
+            self._estimate(batches)
+
+    def _rewards(self, rows: Sequence[Row]) -> list[float]:
+        """Shaped reward of each row, from which the token-level estimators start."""
+        if self.objective.supervised:
+            return [row.reward for row in rows]
+        samples = ScoredSamples(
+            rewards=[row.reward for row in rows],
+            group_ids=[0] * len(rows),  # shaping ignores groups
+            lengths=[row.response_length for row in rows],
+            truncated=[row.truncated for row in rows],
+        )
+        stored = [row.shaped_reward for row in rows]
+        budget = self.config.rollout.longest_response
+        return stored_or_shaped(stored, samples, self.algorithm, budget)
+
+    def drop_iteration(self) -> None:
+        """Free the batches of the iteration."""
+        self._iteration = None
+
+    def logprob_gaps(self) -> dict[int, tuple[float, float]]:
+        """Mean and largest difference of engine and trainer on the samples of each step of the iteration, over all ranks.
+
+        Computed before the first update, so that every token is compared under the weights that made it. Tokens of older weights are
+        left out; the difference is 0 if they made all tokens. Steps that compute these log-probabilities in their own forward pass
+        are missing: their metrics contain the difference.
+        """
+        assert self._iteration is not None
+        sums: MetricSums = {}
+        counts = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
+        first_pass = [step for step in self._iteration.first_pass if step in self._iteration.batches]
+        for step in first_pass:
+            batch = self._iteration.batches[step]
+            if counts and batch.sampled_logprobs is not None:
+                gap = logprob_gap(batch.sampled_logprobs, batch.rollout_logprobs, batch.compared)
+                add_sums(sums, {f"{name}/{step}": value for name, value in to_numbers(gap).items()})
+        means = means_of(sum_over_ranks(sums)) if len(self._iteration.batches) > 1 else {}
+        steps = [step for step in first_pass if f"logprob_gap_mean/{step}" in means]
+        return {step: (means[f"logprob_gap_mean/{step}"], means[f"logprob_gap_max/{step}"]) for step in steps}
+
+    def batches_before_update(self) -> list[RankBatch]:
+        """The batches of the iteration's steps, in order, each with log-probabilities under the weights from before the iteration.
+
+        Call it before the first update. The first step's are missing, since its own forward pass will compute them.
+        """
+        assert self._iteration is not None
+        first = self._iteration.first_step
+        batches = [self._iteration.batches[step] for step in self._iteration.first_pass]
+        for step, batch in zip(self._iteration.first_pass, batches, strict=True):
+            if step != first and not batch.computed & {"old", "sampled", "before"}:
+                batch.set_per_token("before", self.passes.logprobs(batch.packs))
+        return batches
+
+    # a step
+
+    def forward_backward(self, batch: RankBatch, version: int) -> dict[str, float]:
+        """Compute the gradients of every model that this step trains; returns the step's metrics over all ranks."""
+        self.policy.zero_grad()
+        self.objective.kl_coef = self.kl_controller.value
+        sums: MetricSums = {}
+        if mpu.is_pipeline_last_stage() and "advantages" not in batch.per_token:
+            self._estimate([batch])
+        if self.critic is not None:
+            self.critic.trainable.zero_grad()
+            self.critic.forward_backward(batch, sums)
+        policy_step(
+            self.passes,
+            self.objective,
+            batch,
+            sums,
+            forward_only=not self.trains_policy(version),
+            on_launched=self.policy.measure_gradient,
+        )
+        means = step_metrics(self.objective, sums)
+        return explained_variance(means) if self.critic is not None else means
+
+    def chunk_batch(self, rows: Sequence[Row], oldest: int) -> RankBatch:
+        """This rank's part of a chunk of the iteration's only step, with all per-token values.
+
+        Its weights are not yet divided by the step's denominator. oldest: largest age of a token in the whole iteration.
+        """
+        batch = make_rank_batch(
+            rows,
+            self._rewards(rows),
+            self.objective,
+            self.config,
+            self.architecture,
+            self.device,
+            oldest=oldest,
+            chunk=True,
+        )
+        if self._needs_old(1):
+            batch.set_per_token("old", self.passes.logprobs(batch.packs))
+        self._ask_reference(batch)
+        if mpu.is_pipeline_last_stage():
+            self._estimate([batch])
+        return batch
+
+    def _estimate(self, batches: Sequence[RankBatch]) -> None:
+        """Compute advantages and returns of the batches' tokens. Whitened advantages share one scale over all batches."""
+        if self.objective.supervised:
+            for batch in batches:
+                batch.per_token["advantages"] = torch.zeros_like(batch.mask)
+            return
+        credit = token_credit(
+            self.algorithm,
+            rewards=torch.cat([batch.rewards for batch in batches]),
+            sample_advantages=_all_or_none([batch.sample_advantages for batch in batches]),
+            mask=torch.cat([batch.mask for batch in batches]),
+            lengths=torch.cat([batch.lengths for batch in batches]),
+            logprobs=torch.cat([batch.per_token.get("old", batch.rollout_logprobs) for batch in batches]),
+            ref_logprobs=_all_or_none([batch.per_token.get("ref") for batch in batches]),
+            teacher_logprobs=_all_or_none([batch.per_token.get("teacher") for batch in batches]),
+            values=_all_or_none([batch.per_token.get("values") for batch in batches]),
+            kl_coef=self.kl_controller.value,
+            group=mpu.get_data_parallel_group(),
+        )
+        tokens = [len(batch.mask) for batch in batches]
+        for batch, advantages in zip(batches, credit.advantages.float().split(tokens), strict=True):
+            batch.per_token["advantages"] = advantages
+        if credit.returns is not None:
+            for batch, returns in zip(batches, credit.returns.float().split(tokens), strict=True):
+                batch.per_token["returns"] = returns
+
+    def trains_policy(self, version: int) -> bool:
+        """Whether a step trains the policy. The first critic.only_steps steps train only the critic."""
+        return self.critic is None or version > self.critic.config.only_steps
+
+    def check_on_policy(self, version: int, metrics: dict[str, float]) -> None:
+        """Check an iteration's first step, whose old weights are the weights that it trains.
+
+        Raises RefusedStepError if the ratio is not exactly 1, or the KL not exactly 0 although the reference equals the policy.
+        """
+        a = self.algorithm
+        o = self.objective
+        first = (
+            self._iteration is None or version == self._iteration.first_step
+        )  # None: the iteration's only step, in chunks
+        own_loss = a.loss.kind == "function"
+        if not a.on_policy_guard or o.supervised or o.ratio_to_rollout or own_loss or not first:
+            return
+        reference_is_policy = self.reference is not None and self.reference.version == version - 1
+        try:
+            check_on_policy({**metrics, "first_kl": metrics["kl"]} if reference_is_policy else metrics)
+        except TrainerError as error:
+            raise RefusedStepError(
+                f"step {version}: {error}; nothing was applied. algorithm.on_policy_guard=false trains on regardless"
+            ) from error
+
+    def models_of_step(self, version: int) -> list[tuple[str, TrainableModel]]:
+        """The models that the step trains, each with the prefix of its metrics."""
+        policy = [("", self.policy)] if self.trains_policy(version) else []
+        return policy + ([("critic_", self.critic.trainable)] if self.critic is not None else [])
+
+    def finish_step(self, version: int, metrics: dict[str, float], samples: int) -> None:
+        """After an applied step, update the KL coefficient, the reference and the iteration's batches."""
+        if not self.trains_policy(version):
+            self.policy.skip()
+        elif "kl" in metrics:  # only once the policy trains: its KL before that must not move the coefficient
+            self.kl_controller.update(metrics["kl"], samples)
+        update_steps = self.algorithm.reference_update_steps
+        if self.reference is not None and update_steps and version % update_steps == 0:
+            self.reference.copy_policy(version)
+            self._forget_reference()
+        if self._iteration is not None:
+            del self._iteration.batches[version]
+            if not self._iteration.batches:
+                self._iteration = None
+
+    def _forget_reference(self) -> None:
+        """Let later passes ask the reference again, unless its log-probabilities are part of advantages, which stay."""
+        if self._iteration is not None and self.algorithm.kl_placement == "loss":
+            for batch in self._iteration.batches.values():
+                batch.computed.discard("ref")
+                batch.per_token.pop("ref", None)
+
+    # checkpoints
+
+    @property
+    def checkpoint_parts(self) -> list[str]:
+        """The parts of a checkpoint besides the policy."""
+        reference = self.reference is not None and self.algorithm.reference_update_steps
+        return (["critic"] if self.critic is not None else []) + (["reference"] if reference else [])
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of tensors that this rank saves."""
+        models = [self.policy, *([self.critic.trainable] if self.critic is not None else [])]
+        reference = bytes_of_weights(self.policy.inner) if "reference" in self.checkpoint_parts else 0
+        return sum(model.checkpoint_bytes for model in models) + reference
+
+    def sharded_state(self, *, loading: bool) -> dict[str, Any]:
+        """Sharded state dict of all models."""
+        state = self.policy.sharded_state(loading=loading)
+        if "critic" in self.checkpoint_parts:
+            assert self.critic is not None
+            state["critic"] = self.critic.trainable.sharded_state(loading=loading)
+            add_prefix_for_sharding(state["critic"], "critic.")
+        if "reference" in self.checkpoint_parts:
+            assert self.reference is not None
+            state["reference"] = self.reference.sharded_state()
+        return state
+
+    def common_state(self) -> dict[str, Any]:
+        """State that is the same on every rank."""
+        return {
+            "schedule": self.policy.schedule.state_dict(),
+            "algorithm": {
+                "kl_controller": self.kl_controller.state(),
+                "reference_version": self.reference.version if self.reference is not None else 0,
+                "critic_schedule": self.critic.trainable.schedule.state_dict()
+                if self.critic is not None
+                else None,
+            },
+        }
+
+    def load_state(self, loaded: dict[str, Any]) -> None:
+        """Load the sharded and the common state."""
+        self.drop_iteration()
+        self.policy.load_state(loaded)
+        algorithm = loaded.get("algorithm", {})
+        self.kl_controller.restore(algorithm.get("kl_controller", {}))
+        if "critic" in self.checkpoint_parts:
+            assert self.critic is not None
+            self.critic.trainable.load_state({**loaded["critic"], "schedule": algorithm["critic_schedule"]})
+        if "reference" in self.checkpoint_parts:
+            assert self.reference is not None
+            self.reference.load_state(loaded["reference"], algorithm["reference_version"])

@@ -1,0 +1,195 @@
+"""Operations of the model in one pass over memory: Triton kernels on a GPU, otherwise plain PyTorch with autograd.
+
+The plain form of each function is its definition; tests compare the kernels with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_plain = False
+
+
+@contextlib.contextmanager
+def plain_forms() -> Iterator[None]:
+    """A context in which the plain forms are used on every device, for any type."""
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether the kernels are used for a tensor."""
+    return x.is_cuda and not _plain
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    if has_kernels(x):
+        out: Tensor = _Norm.apply(x, None, weight, eps)[0]
+        return out
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + added, and that sum, which is a layer's residual. The gradients of both are added in one pass."""
+    if has_kernels(x):
+        out: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, eps)
+        return out
+    total = x if added is None else x + added
+    return rms_norm(total, weight, eps), total
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """silu(first half) * second half of the last dimension."""
+    if has_kernels(x):
+        out: Tensor = _GatedSilu.apply(x)
+        return out
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotary_table(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """Cosine and sine of each token's angles. frequencies [S, ..., d] with equal halves, positions [T] -> [2, T, d / 2]."""
+    angles = frequencies.reshape(frequencies.shape[0], -1)[:, : frequencies.shape[-1] // 2]
+    return torch.stack([angles.cos()[positions], angles.sin()[positions]])
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Heads [T, heads, d] rotated by their tokens' angles, in x's dtype."""
+    half = table.shape[-1]
+    cos, sin = (torch.cat((part, part), dim=-1).to(x.dtype)[:, None] for part in table)
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos) + (rotated * sin)
+
+
+def query_key_value(
+    mixed: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    table: Tensor,
+    *,
+    per_group: int,
+    head_dim: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a fused projection [T, groups * (per_group + 2) * d] into heads: per group its queries, its key, its value.
+
+    Rotates queries and keys, after a norm if weights are given. Returns [T, heads, d] and twice [T, groups, d].
+    """
+    if has_kernels(mixed) and head_dim == 2 * table.shape[-1] and head_dim & (head_dim - 1) == 0:
+        heads: tuple[Tensor, Tensor, Tensor] = _Heads.apply(mixed, q_weight, k_weight, table, per_group, eps)
+        return heads
+    grouped = mixed.unflatten(-1, (-1, (per_group + 2) * head_dim))
+    query, key, value = grouped.split([per_group * head_dim, head_dim, head_dim], dim=-1)
+    query = query.reshape(len(mixed), -1, head_dim)
+    if q_weight is not None and k_weight is not None:
+        query, key = rms_norm(query, q_weight, eps), rms_norm(key.contiguous(), k_weight, eps)
+    return rotate(query, table), rotate(key, table), value
+
+
+def take_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """x[indices] of [T, H]; indices must not repeat."""
+    if has_kernels(x):
+        out: Tensor = _TakeRows.apply(x, indices)
+        return out
+    return x[indices]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        from millrace.connectors.trainers.megatron.model import kernels
+
+        x = x.contiguous()
+        out, total = kernels.norm(x, weight, eps, None if added is None else added.contiguous())
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.added = eps, added is not None
+        ctx.set_materialize_grads(False)
+        return out, total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        from millrace.connectors.trainers.megatron.model import kernels
+
+        x, weight = ctx.saved_tensors
+        grad, grad_total = (None if g is None else g.contiguous() for g in grads)
+        if grad is None:  # the norm was not used
+            return grad_total, grad_total if ctx.added else None, None, None
+        grad_x, grad_weight = kernels.norm_backward(x, weight, grad, ctx.eps, grad_total)
+        return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), None
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from millrace.connectors.trainers.megatron.model import kernels
+
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        return kernels.gated_silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        from millrace.connectors.trainers.megatron.model import kernels
+
+        (x,) = ctx.saved_tensors
+        return kernels.gated_silu_backward(x, grads[0].contiguous())
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        table: Tensor,
+        per_group: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from millrace.connectors.trainers.megatron.model import kernels
+
+        mixed = mixed.contiguous()
+        ctx.save_for_backward(mixed, q_weight, k_weight, table)
+        ctx.per_group, ctx.eps = per_group, eps
+        return kernels.heads(mixed, q_weight, k_weight, table, per_group, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from millrace.connectors.trainers.megatron.model import kernels
+
+        mixed, q_weight, k_weight, table = ctx.saved_tensors
+        dq, dk, dv = (grad.contiguous() for grad in grads)
+        grad, *weights = kernels.heads_backward(
+            mixed, q_weight, k_weight, table, ctx.per_group, ctx.eps, dq, dk, dv
+        )
+        dqw, dkw = (None if dw is None else dw.to(q_weight.dtype) for dw in weights)
+        return grad, dqw, dkw, None, None, None
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.shape = x.shape
+        return x.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        from millrace.connectors.trainers.megatron.model import kernels
+
+        grad = grads[0].contiguous()
+        (indices,) = ctx.saved_tensors
+        return kernels.put_rows(grad, indices, grad.new_zeros(ctx.shape)), None

@@ -1,0 +1,156 @@
+"""The parts of the model's layers that differ from megatron's: residuals, norms, activation and self-attention over packs.
+
+Owns which operations share a pass over memory (see `fused`). Parameters and their names are megatron's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from millrace.connectors.trainers.megatron.model import fused
+from millrace.connectors.trainers.megatron.model.activation_drop import drop
+from millrace.connectors.trainers.megatron.model.attention import PackBounds
+from millrace.connectors.trainers.megatron.model.router_losses import LossRouter
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm that marks its weight for sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x / rms(x) * weight."""
+        assert self.eps is not None
+        return fused.rms_norm(x, self.weight, self.eps)
+
+
+class PackedLayer(TransformerLayer):
+    """A layer whose residual sums and norms share one pass over memory, as do their gradients.
+
+    Selective recomputation drops the outputs of norms and activation, which are recomputed without a matrix product.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **more: Any) -> None:
+        super().__init__(config, *arguments, **more)
+        self.drops = config.recompute_granularity == "selective" and not config.recompute_modules
+        self.activations = [part for part in self.mlp.modules() if isinstance(part, GatedSilu)]
+        for activation in self.activations:
+            activation.drops = self.drops
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *arguments: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackBounds | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """[T, 1, H] -> [T, 1, H]. Uses megatron's forward pass if trainer.megatron makes it recompute parts of a layer."""
+        if isinstance(self.mlp, MoELayer) and isinstance(self.mlp.router, LossRouter):
+            self.mlp.router.bounds = packed_seq_params
+        if self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp:
+            out: tuple[Tensor, None] = super().forward(
+                hidden_states, attention_mask, *arguments,
+                rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **more,
+            )  # fmt: skip
+            return out
+        first, second = self.input_layernorm, self.pre_mlp_layernorm
+        normed, residual = fused.add_norm(hidden_states, None, first.weight, first.eps)
+        attended, bias = self.self_attention(
+            normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
+        assert bias is None, "biases of output projections are not supported"
+        if self.drops:
+            drop(normed, partial(fused.rms_norm, residual.detach(), first.weight, first.eps), attended)
+        normed, residual = fused.add_norm(residual, attended, second.weight, second.eps)
+        mlp_out: Tensor = self.mlp(normed)[0]
+        if self.drops:
+            drop(normed, partial(fused.rms_norm, residual.detach(), second.weight, second.eps), mlp_out)
+            for activation in self.activations:
+                activation.drop(mlp_out)
+        return residual + mlp_out, None
+
+
+class GatedSilu(MegatronModule):
+    """The activation of a gated MLP: silu of the gate and the product, in one pass."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.drops = False
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 2 h] -> [..., h]."""
+        out = fused.gated_silu(x)
+        if self.drops:
+            self._last = x.detach(), out
+        return out
+
+    def drop(self, before: Tensor) -> None:
+        """Free the last output until the gradient of `before` arrives."""
+        assert self._last is not None
+        (x, out), self._last = self._last, None
+        drop(out, partial(fused.gated_silu, x), before)
+
+
+class PackedSelfAttention(SelfAttention):
+    """Self-attention over a pack, with split, norms and rotary positions of the heads in one pass.
+
+    `rotary_pos_emb` holds the cosines and sines of this rank's tokens [2, T, d / 2], computed by PolicyModel.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *_: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackBounds | None = None,
+        **__: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, H] -> [T, 1, H], and the projection's bias."""
+        assert rotary_pos_emb is not None, "only rotary positions are supported"
+        query, key, value = self._heads(hidden_states, rotary_pos_emb)
+        if self.checkpoint_core_attention and self.training:
+            out = self._checkpointed_attention_forward(
+                query, key, value, attention_mask,
+                attn_mask_type=self.attn_mask_type, attention_bias=None, packed_seq_params=packed_seq_params,
+            )  # fmt: skip
+        else:
+            out = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        projected: tuple[Tensor, Tensor | None] = self.linear_proj(out.reshape(out.shape[0], 1, -1))
+        return projected
+
+    def _heads(self, hidden_states: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        groups, tensor = self.config.num_query_groups, self.config.tensor_model_parallel_size
+        if groups < tensor:  # a group's heads are on several ranks, and megatron gathers them
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            return (
+                fused.rotate(query.squeeze(1), table),
+                fused.rotate(key.squeeze(1), table),
+                value.squeeze(1),
+            )
+        mixed, _ = self.linear_qkv(
+            hidden_states
+        )  # [T, 1, ...]: squeezed, since the gradient of indexing would be a copy
+        return fused.query_key_value(
+            mixed.squeeze(1),
+            getattr(self.q_layernorm, "weight", None),
+            getattr(self.k_layernorm, "weight", None),
+            table,
+            per_group=self.num_attention_heads_per_partition // self.num_query_groups_per_partition,
+            head_dim=self.hidden_size_per_attention_head,
+            eps=self.config.layernorm_epsilon,
+        )

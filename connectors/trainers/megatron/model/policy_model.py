@@ -1,0 +1,127 @@
+"""The policy and the critic as megatron-core GPTModels, built from a Hugging Face config.
+
+Owns construction. The last stage returns hidden states, not logits: `logprobs` computes log-probabilities from them, so that
+the logits of a whole pack never exist.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from millrace.connectors.trainers.megatron.model.attention import PackedAttention
+from millrace.connectors.trainers.megatron.model.fused import rotary_table
+from millrace.connectors.trainers.megatron.model.layers import (
+    GatedSilu,
+    Norm,
+    PackedLayer,
+    PackedSelfAttention,
+)
+from millrace.connectors.trainers.megatron.model.router_losses import LossRouter, RouterLosses
+from millrace.connectors.trainers.megatron.model.transformer_config import transformer_config
+from millrace.core.config import RunConfig
+from millrace.core.config.megatron_options.moe_losses import moe_losses
+from millrace.core.families.architecture import architecture
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage returns hidden states [T, 1, H] instead of logits.
+
+    Layers get cosines and sines of this rank's tokens instead of angles by position: packs repeat positions, so every layer would
+    have to look them up.
+    """
+
+    router_losses: RouterLosses | None = None  # for a mixture of experts with auxiliary losses
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        inputs = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
+        inputs[1] = rotary_table(inputs[1], position_ids[0])
+        return tuple(inputs)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class CriticModel(PolicyModel):
+    """The policy's layers with a scalar head, zero at first, instead of the output layer."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{**arguments, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            del self.output_layer
+            self.value_head = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sharded state dict. GPTModel's method requires an output layer."""
+        state: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return state
+
+
+def padded_vocab(vocab: int, tensor_parallel: int) -> int:
+    """Vocabulary rounded up so that every tensor parallel rank holds the same number of rows."""
+    return -(-vocab // tensor_parallel) * tensor_parallel
+
+
+def submodules_of(part: Any) -> Any:
+    """The submodules of a layer's part. The part is a ModuleSpec up to megatron-core 0.17, and may be a partial since 0.18."""
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
+
+
+def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
+    """Build this rank's stage of a model on its device. The weights of matrices are not initialised."""
+    tc = transformer_config(config, hf)
+    options = moe_losses(config.trainer.megatron)
+    losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
+    spec = get_gpt_layer_local_spec(
+        num_experts=tc.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=tc.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    spec.module = PackedLayer
+    layer = spec.submodules
+    layer.self_attention.module = PackedSelfAttention
+    feed_forward = submodules_of(layer.mlp)
+    experts_or_dense = submodules_of(feed_forward.experts) if tc.num_moe_experts else feed_forward
+    experts_or_dense.activation_func = GatedSilu
+    if losses is not None:
+        feed_forward.router = partial(LossRouter, losses)
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    if tc.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    layers = get_num_layers_to_build(tc)
+    model = kind(
+        config=tc,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
+        vocab_size=padded_vocab(hf["vocab_size"], tc.tensor_model_parallel_size),
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=hf["rope_theta"],
+        parallel_output=True,
+    )
+    # always computed on the CPU, since powers on a GPU may differ in the last bits
+    frequencies = RotaryEmbedding(
+        tc.kv_channels, 1.0, rotary_base=hf["rope_theta"], use_cpu_initialization=True
+    ).inv_freq
+    scaling = architecture(hf).rope_scaling
+    model.rotary_pos_emb.inv_freq = scaling.scaled(frequencies) if scaling else frequencies
+    model.router_losses = losses
+    return model

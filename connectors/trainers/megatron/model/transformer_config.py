@@ -1,0 +1,89 @@
+"""megatron's TransformerConfig from millrace's configuration and a Hugging Face config."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from millrace.connectors.trainers.megatron import patches
+from millrace.connectors.trainers.megatron.model.weight_gradients import accumulate
+from millrace.core.config import RunConfig
+from millrace.core.config.megatron_options.moe_losses import FIELDS as MOE_LOSS_FIELDS
+from millrace.core.families.architecture import architecture
+
+
+def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConfig:
+    """The model's sizes, its parallelism and the options of trainer.megatron, except the routers' losses."""
+    parallel, arch = config.trainer.parallel, architecture(hf)
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    values: dict[str, Any] = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": arch.heads,
+        "num_query_groups": arch.kv_heads,
+        "kv_channels": arch.head_dim,
+        "layernorm_epsilon": arch.eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "use_te_activation_func": True,  # makes megatron use the layer spec's module, GatedSilu
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1 if parallel.expert > 1 else parallel.tensor,
+        "sequence_parallel": parallel.sequence,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "batch_p2p_comm": False,
+        "calculate_per_token_loss": True,
+        # Weights are not initialised, which would take seconds on one thread: the checkpoint has them all
+        "use_cpu_initialization": False,
+        "init_method": _unset,
+        "output_layer_init_method": _unset,
+        "embedding_init_method": _unset,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": config.trainer.device != "cpu"
+        and patches.offer_weight_gradient_product(accumulate),
+        "apply_rope_fusion": False,
+        "deterministic_mode": False,
+    }
+    if arch.experts:
+        values |= {
+            "num_moe_experts": arch.experts,
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_router_pre_softmax": not arch.norm_topk,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+            "moe_router_dtype": "fp32",
+        }
+        patches.name_missing_transformer_engine()
+    if config.trainer.recompute == "full":
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif config.trainer.recompute == "selective":
+        values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer does it
+    passed = {name: value for name, value in config.trainer.megatron.items() if name not in MOE_LOSS_FIELDS}
+    return TransformerConfig(**{**values, **passed})
+
+
+def _unset(weight: Tensor) -> Tensor:
+    """Fill with NaN, so that a weight that is never loaded shows."""
+    return torch.nn.init.constant_(weight, math.nan)

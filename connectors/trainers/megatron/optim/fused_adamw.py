@@ -1,0 +1,105 @@
+"""The optimizer step on a GPU in few passes over memory: gradient norm, AdamW with clipping, and the copy of the weights.
+
+Without Transformer Engine or Apex, megatron's own step reads one number from the device per parameter and makes a dozen
+passes. Owns no state: the optimizer and its checkpoints stay megatron's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from millrace.connectors.trainers.megatron import patches
+from millrace.connectors.trainers.megatron.optim.parts import parts_of
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return [part for part in parts_of(optimizer) if part.optimizer is not None]
+
+
+def _fusable(part: Any) -> bool:
+    """Whether this is torch's AdamW over parameters on a GPU."""
+    adam = part.optimizer
+    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+    return isinstance(adam, torch.optim.AdamW) and bool(parameters) and all(p.is_cuda for p in parameters)
+
+
+def applies(optimizer: Any) -> bool:
+    """Whether `gradient_norm` and `step` may replace the optimizer's own."""
+    return bool(_parts(optimizer)) and all(_fusable(part) for part in _parts(optimizer))
+
+
+def install(optimizer: Any) -> None:
+    """Make AdamW one kernel and the copy of the weights another, if possible. Call it again after loading a state."""
+    for part in _parts(optimizer):
+        if not _fusable(part):
+            continue
+        adam = part.optimizer
+        for group in adam.param_groups:
+            group |= {"fused": True, "foreach": False}
+            for parameter in group["params"]:
+                state = adam.state.get(parameter, {})
+                if "step" in state:
+                    state["step"] = state["step"].to(parameter.device)
+        if isinstance(part, DistributedOptimizer):
+            patches.replace_weight_copy(part, _weight_copy(part))
+
+
+def _weight_copy(part: Any) -> Callable[[], None]:
+    """A function that writes this rank's fp32 parameters to the buffer from which the model's are gathered."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def find_pairs() -> None:
+        groups = [
+            *zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True),
+            *zip(part.shard_fp32_groups, part.model_fp32_groups, strict=True),
+        ]
+        for main_parameters, model_parameters in groups:
+            for main, model in zip(main_parameters, model_parameters, strict=True):
+                span = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+                number, _, bucket = part.model_param_gbuf_map[model]
+                flat = part.buffers[number].buckets[bucket].param_data.view(-1)
+                pairs.append((flat[span.start : span.end], main.detach()))
+
+    def copy() -> None:
+        if not pairs:
+            find_pairs()
+        torch._foreach_copy_([target for target, _ in pairs], [main for _, main in pairs])
+
+    return copy
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: Any) -> Tensor:
+    """Norm over all ranks, as megatron computes it: shared and replicated parameters count once. Call it after `prepare_grads`.
+
+    The result stays on the device, so the host does not wait.
+    """
+    total: Tensor | None = None
+    for part in _parts(optimizer):
+        grads = part.get_main_grads_for_grad_norm()
+        device = part.optimizer.param_groups[0]["params"][0].device
+        square = torch.zeros((), dtype=torch.float32, device=device)
+        if grads:
+            square = torch.stack(torch._foreach_norm(grads)).square().sum()
+        if dist.get_world_size(part.get_grad_stats_parallel_group()) > 1:
+            dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        total = square if total is None else total + square
+    assert total is not None
+    return total.sqrt()
+
+
+@torch.no_grad()
+def step(optimizer: Any, norm: float) -> None:
+    """One AdamW step on gradients clipped by their `norm`. The kernel divides gradients while it reads them."""
+    for part in _parts(optimizer):
+        adam, clip = part.optimizer, part.config.clip_grad
+        device = adam.param_groups[0]["params"][0].device
+        divisor = (norm + 1e-6) / clip if clip > 0 else 0.0
+        patches.set_gradient_divisor(adam, torch.full((), divisor, device=device) if divisor > 1 else None)
+    assert optimizer.step_with_ready_grads(), "the optimizer skipped a step with finite gradients"

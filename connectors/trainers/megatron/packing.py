@@ -1,0 +1,264 @@
+"""Packs samples for this rank: token tensors in megatron's layout, and the positions of response tokens in them.
+
+Owns which rank gets which sample, padding, and context parallel order. Knows nothing of losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from millrace.connectors.trainers.batching import plan_packs
+from millrace.connectors.trainers.megatron.model.attention import PackBounds
+from millrace.connectors.trainers.megatron.model.context_parallel import zigzag_positions
+from millrace.core.accounts.staleness import token_ages
+from millrace.core.config import RunConfig
+from millrace.core.families.architecture import Architecture
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass
+class Row:
+    """One sample of a batch, as read by the trainer."""
+
+    sample_id: str
+    tokens: npt.NDArray[np.int32]
+    response_length: int
+    loss_mask: npt.NDArray[np.int8]
+    rollout_logprobs: Floats
+    advantage: float | None  # None: computed per token
+    reward: float  # NaN: not scored
+    shaped_reward: float | None  # None: not shaped, or stored before this column existed
+    truncated: bool
+    train_step: int
+    teacher_logprobs: Floats | None = None  # of a served teacher
+    teacher_top_tokens: Ints | None = None  # [response tokens, k] its likeliest tokens
+    teacher_top_logprobs: Floats | None = None  # [response tokens, k]
+    ages: Ints | None = None  # [response tokens] see millrace.core.accounts.staleness.token_ages; None: all 0
+    engine_id: str = ""  # the engine that made its last tokens
+
+    def trains(self, max_age: int | None) -> bool:
+        """Whether the loss uses any of its tokens, if it excludes tokens older than `max_age`."""
+        mask = (
+            self.loss_mask
+            if max_age is None or self.ages is None
+            else self.loss_mask * (self.ages <= max_age)
+        )
+        return bool(mask.any())
+
+
+def oldest_age(rows: Sequence[Row]) -> int:
+    """The largest age of a token in these rows."""
+    return max((int(row.ages.max(initial=0)) for row in rows if row.ages is not None), default=0)
+
+
+def cut_into(rows: Sequence[Row], counts: Sequence[int]) -> list[Sequence[Row]]:
+    """Split the rows into consecutive parts with these counts, which must add up to all rows."""
+    ends = np.cumsum([0, *counts]).tolist()
+    assert ends[-1] == len(rows), f"{counts} are not {len(rows)} rows"
+    return [rows[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+@dataclass
+class Pack:
+    """One microbatch of this rank: a pack of T tokens with N response tokens."""
+
+    rows: list[Row]
+    members: list[int]  # indices of the rows in the global batch
+    input_ids: Tensor  # [1, T / cp]
+    position_ids: Tensor  # [1, T / cp]
+    params: PackBounds
+    places: Tensor  # [n] local positions whose next token is a response token held by this rank
+    targets: Tensor  # [n] the next tokens
+    slots: Tensor  # [n] their indices among the pack's N response tokens
+    count: int  # N
+    others: Tensor | None  # [n, k] a served teacher's likeliest tokens at each target's position
+
+    @property
+    def tokens(self) -> int:
+        """Number of the samples' tokens, without padding."""
+        return sum(len(row.tokens) for row in self.rows)
+
+
+def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) -> list[Row]:
+    """The rows of a batch table, in its order. keeps_cache: see `_ages`."""
+    tokens, generated = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
+    trained = _lists(table, "trained_mask", np.int8)
+    logprobs = _lists(table, "rollout_logprobs", np.float32)
+    teacher = _lists(table, "teacher_logprobs", np.float32)
+    top_tokens = _lists(table, "teacher_top_tokens", np.int64)
+    top_logprobs = _lists(table, "teacher_top_logprobs", np.float32)
+    columns = [
+        "sample_id",
+        "response_length",
+        "advantage",
+        "reward",
+        "shaped_reward",
+        "status",
+        "train_step",
+        "reused_from",
+        "policy_versions",
+        "engine_id",
+    ]
+    plain = table.select(columns).to_pylist()
+    chosen = table.column("trained_mask").is_valid().to_pylist()
+    asked = table.column("teacher_logprobs").is_valid().to_pylist()
+    topped = table.column("teacher_top_tokens").is_valid().to_pylist()
+    steps = [row["train_step"] for row in plain]
+    first, last = min(steps, default=1), max(steps, default=1)
+    return [
+        Row(
+            sample_id=row["sample_id"],
+            tokens=tokens[i],
+            response_length=row["response_length"],
+            loss_mask=trained[i] if chosen[i] else generated[i],
+            rollout_logprobs=logprobs[i],
+            advantage=row["advantage"],
+            reward=float("nan") if row["reward"] is None else row["reward"],
+            shaped_reward=row["shaped_reward"],
+            truncated=row["status"] == "truncated",
+            train_step=row["train_step"],
+            teacher_logprobs=teacher[i] if asked[i] else None,
+            teacher_top_tokens=top_tokens[i].reshape(row["response_length"], -1) if topped[i] else None,
+            teacher_top_logprobs=top_logprobs[i].reshape(row["response_length"], -1) if topped[i] else None,
+            ages=_ages(row, first - 1, passes * (last - first + 1), keeps_cache),
+            engine_id=row["engine_id"],
+        )
+        for i, row in enumerate(plain)
+    ]
+
+
+def _ages(row: dict[str, Any], trained: int, steps: int, keeps_cache: bool) -> Ints | None:
+    """Age of each response token under the weights `trained`, from which an iteration of `steps` starts; None: all 0.
+
+    Tokens of a reused sample come from an earlier iteration, so their age is at least 1. If engines continue with the keys and
+    values of older weights (keeps_cache), the same holds for tokens after a token of older weights: no single version gives them
+    their log-probabilities.
+    """
+    reused = row["reused_from"] is not None
+    if not reused and all(span["version"] >= trained for span in row["policy_versions"]):
+        return None
+    ages = token_ages(row["policy_versions"], row["response_length"], trained, steps)
+    if reused:
+        return np.maximum(ages, 1)
+    return np.maximum(ages, np.maximum.accumulate(ages > 0)) if keeps_cache else ages
+
+
+def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:
+    """Each row's list as an array, without a Python object per element."""
+    found: list[npt.NDArray[Any]] = []
+    for lists in table.column(column).chunks:
+        values = lists.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+        bounds = lists.offsets.to_numpy()
+        found += (values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True))
+    return found
+
+
+def make_packs(
+    rows: Sequence[Row],
+    config: RunConfig,
+    architecture: Architecture,
+    device: Any,
+    *,
+    with_teacher: bool = True,
+) -> list[Pack]:
+    """This rank's packs of a global batch. Every rank gets the same number, with about the same FLOPs.
+
+    with_teacher: whether the rows have values of a served teacher; held-out texts have none.
+    """
+    parallel = config.trainer.parallel
+    align = (2 * parallel.context if parallel.context > 1 else 1) * (
+        parallel.tensor if parallel.sequence else 1
+    )
+    lengths = [-(-len(row.tokens) // align) * align for row in rows]
+    ranks = mpu.get_data_parallel_world_size()
+    limit = config.trainer.max_pack_tokens * parallel.context
+    cost = [architecture.flops(length) for length in lengths]
+    planned = plan_packs(lengths, ranks=ranks, max_tokens=limit, cost=cost)[mpu.get_data_parallel_rank()]
+    return [
+        make_pack(
+            [rows[i] for i in members],
+            members,
+            cp_size=parallel.context,
+            cp_rank=mpu.get_context_parallel_rank(),
+            align=align,
+            device=device,
+            top_k=config.algorithm.teacher_top_k if with_teacher else 0,
+        )
+        for members in planned
+    ]
+
+
+def make_pack(
+    rows: Sequence[Row],
+    members: list[int],
+    *,
+    cp_size: int,
+    cp_rank: int,
+    align: int,
+    device: Any,
+    top_k: int = 0,
+) -> Pack:
+    """Concatenate samples, each padded to a multiple of `align` tokens. Without rows, the pack has only padding.
+
+    top_k: number of a teacher's likeliest tokens at each response token. Uses numpy, since PyTorch's threads spin between
+    operations that are too small for several threads.
+    """
+    padded = [-(-len(row.tokens) // align) * align for row in rows] or [align]
+    bounds = [0, *np.cumsum(padded).tolist()]
+    tokens = np.zeros(bounds[-1], dtype=np.int64)
+    samples = np.full(bounds[-1], -1, dtype=np.int64)
+    before_response = [np.zeros(0, dtype=np.int64)]  # positions whose next token is a response token
+    for number, (row, start) in enumerate(zip(rows, bounds, strict=False)):
+        assert row.response_length < len(row.tokens), f"sample {row.sample_id} has no prompt token"
+        end = start + len(row.tokens)
+        tokens[start:end] = row.tokens
+        samples[start:end] = number
+        before_response.append(np.arange(end - row.response_length - 1, end - 1))
+    positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], padded)
+    predicts = np.concatenate(before_response)
+    count = len(predicts)
+    places, pack_places, slots = predicts, predicts, np.arange(count)
+    local: Any = slice(None)  # positions of this rank
+    if cp_size > 1:  # without context parallelism this rank has the whole pack
+        local = zigzag_positions(bounds, cp_size, cp_rank).numpy()
+        slot_of = np.full(bounds[-1], -1)
+        slot_of[predicts] = slots
+        places = np.flatnonzero(slot_of[local] >= 0)
+        pack_places = local[places]
+        slots = slot_of[pack_places]
+    tops = [row.teacher_top_tokens for row in rows if row.teacher_top_tokens is not None] if top_k else []
+    others = np.concatenate([np.zeros((0, top_k), dtype=np.int64), *tops])
+    cu = torch.tensor(bounds, dtype=torch.int32, device=device)
+    params = PackBounds(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
+        bounds=bounds,
+        samples=len(rows),
+        sample_of_token=torch.from_numpy(samples[local]).to(device),
+    )
+    return Pack(
+        rows=list(rows),
+        members=members,
+        input_ids=torch.from_numpy(tokens[local])[None].to(device),
+        position_ids=torch.from_numpy(positions[local])[None].to(device),
+        params=params,
+        places=torch.from_numpy(places).to(device),
+        targets=torch.from_numpy(tokens[pack_places + 1]).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        count=count,
+        others=torch.from_numpy(others[slots]).to(device) if top_k else None,
+    )

@@ -1,0 +1,112 @@
+"""Reads a rank's weights for others: as Hugging Face files, as buckets, and as broadcasts to engines.
+
+Owns the bucket stream and rank 0's broadcast group. Reading does not need the GPU memory that a rank releases to engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from millrace.core.contracts.handles import BroadcastGroup
+from millrace.core.errors import TrainerError
+from millrace.core.families.served_files import ALONE, Served
+
+if TYPE_CHECKING:
+    from millrace.connectors.trainers.megatron.weights.buckets import BucketStream
+    from millrace.connectors.trainers.megatron.weights.engine_group import EngineGroup
+    from millrace.core.config import RunConfig
+    from millrace.core.contracts.weight_bucket import WeightBucket
+
+
+class RankWeights:
+    """The part of a trainer rank that reads weights. A subclass builds the policy and knows its version."""
+
+    config: RunConfig
+    policy: Any  # the megatron model of the policy
+    hf: dict[str, Any]  # config.json of its checkpoint folder
+    device: Any
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.version: int | None = None
+        self._stream: BucketStream | None = None
+        self._buckets: Iterator[WeightBucket] = iter(())
+        self._engines: EngineGroup | None = None
+
+    def _working(self, what: str, *, everything: bool = True) -> contextlib.AbstractContextManager[None]:
+        raise AssertionError("TrainerRank has it")
+
+    def export(self, directory: str, version: int) -> dict[str, Any]:
+        """Write the weights as a Hugging Face folder that all ranks can see. Raises TrainerError if another version is held."""
+        from millrace.connectors.trainers.megatron.weights.hf_folder import export_hf
+
+        return self._write_hf(export_hf, directory, version, ALONE)
+
+    def upload(self, url: str, version: int, served: Served) -> dict[str, Any]:
+        """Write the same to a folder in any storage. served: the run's settings for engines. Raises TrainerError if another version is held."""
+        from millrace.connectors.trainers.megatron.weights.hf_folder import upload_hf
+
+        return self._write_hf(upload_hf, url, version, served)
+
+    def _write_hf(
+        self, write: Callable[..., dict[str, Any]], where: str, version: int, served: Served
+    ) -> dict[str, Any]:
+        self._check_version(version)
+        with self._working("export", everything=False):
+            return write(self.policy, self.hf, self.config.model.path, where, served)
+
+    def bucket(self, version: int, number: int, size: int, share: bool) -> WeightBucket:
+        """Bucket `number` of the weights, which stays in this rank's memory until the next one; 0 starts a new pass.
+
+        size: bytes of a bucket. share: let other processes on this GPU open it. Raises TrainerError if another version is held.
+        """
+        from millrace.connectors.trainers.megatron.weights.buckets import BucketStream
+
+        self._check_version(version)
+        with self._working("bucket", everything=False):
+            if number == 0:
+                dtype = self.policy.config.params_dtype
+                self._stream = BucketStream(self.policy, self.hf, dtype, size, share=share)
+                self._buckets = iter(self._stream)
+            return next(self._buckets)
+
+    def end_buckets(self) -> None:
+        """Free the bucket. PyTorch caches its memory for the next step and the next pass, until the rank is offloaded."""
+        self._stream, self._buckets = None, iter(())
+
+    def broadcast_group(self) -> BroadcastGroup | None:
+        """The group through which this rank sends buckets to engines, if one is open."""
+        return self._engines.description if self._engines else None
+
+    def open_broadcast(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
+        """Open a group that engines can join. Replaces any previous group."""
+        from millrace.connectors.trainers.megatron.weights.engine_group import EngineGroup
+
+        self.close_broadcast()
+        self._engines = EngineGroup(name, members, loopback=loopback, gpu=self.device.type == "cuda")
+        return self._engines.description
+
+    def enter_broadcast(self, size: int) -> None:
+        """Join the group together with the engines' `size` - 1 ranks."""
+        assert self._engines is not None, "open_broadcast comes first"
+        self._engines.enter(size)
+
+    def broadcast_bucket(self, timeout_s: float) -> None:
+        """Broadcast the bucket to the group. Raises TrainerError if that does not end in time."""
+        assert self._engines is not None, "open_broadcast comes first"
+        assert self._stream is not None, "bucket comes first"
+        assert self._stream.flat is not None
+        with self._working("broadcast_bucket", everything=False):
+            self._engines.send(self._stream.flat, timeout_s)
+
+    def close_broadcast(self) -> None:
+        """Leave the group."""
+        if self._engines is not None:
+            self._engines.close()
+        self._engines = None
+
+    def _check_version(self, version: int) -> None:
+        if version != self.version:
+            raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")

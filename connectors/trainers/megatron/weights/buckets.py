@@ -1,0 +1,132 @@
+"""Weights as a stream of flat buckets under Hugging Face names. Every rank gets every bucket.
+
+Owns the cut of the stream, the broadcast of tensors that only some ranks hold (a pipeline stage, experts), and one reused
+buffer: the extra memory is one bucket for any model. Knows nothing of the receivers.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel
+from millrace.connectors.trainers.megatron.weights.hf_tensors import hf_names, hf_tensors, writes
+from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
+
+DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_tensor
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tensors that one rank writes, gathered by the ranks of its tensor parallel group."""
+
+    owner: int
+    gatherers: tuple[int, ...]
+    experts: bool | None  # only experts' tensors, or only other tensors; None: both
+    broadcast: bool  # whether the owner sends them to all ranks, since some ranks do not gather them
+
+
+class BucketStream:
+    """One pass over the weights. All ranks step through it together; a bucket is valid until the next one.
+
+    `size`: bytes of a bucket; a larger tensor gets a separate, larger bucket. `share`: make a handle with which other
+    processes on this GPU can open the bucket.
+    """
+
+    def __init__(
+        self, model: PolicyModel, hf: dict[str, Any], dtype: torch.dtype, size: int, *, share: bool
+    ) -> None:
+        self.flat: Tensor | None = None  # the bucket's bytes
+        self._model = model
+        self._hf = hf
+        self._dtype = dtype
+        self._size = size
+        self._share = share
+        self._device = next(model.parameters()).device
+        self._buffer: Tensor | None = None
+
+    def __iter__(self) -> Iterator[WeightBucket]:
+        sections = _sections(self._model, self._hf)
+        for section in sections:
+            for entries, more in self._buckets(section):
+                end = entries[-1][-1]
+                self.flat = self._buffer_of(end)[:end]
+                if self.flat.is_cuda:
+                    torch.cuda.current_stream().synchronize()
+                handle = _ipc_handle(self._buffer_of(end)) if self._share else b""
+                yield WeightBucket(entries, end, not more and section is sections[-1], handle)
+
+    def _buckets(self, section: Section) -> Iterator[tuple[list[TensorEntry], bool]]:
+        """Fill the buffer with each bucket of a section in turn; yields its entries, and whether more buckets follow."""
+        tensors: Iterator[tuple[str, Tensor]] = iter(())
+        if dist.get_rank() in section.gatherers:
+            tensors = hf_tensors(self._model, self._hf, section.experts)
+        pending, more = next(tensors, None), True
+        while more:
+            entries, pending = self._fill(pending, tensors)
+            more = pending is not None
+            if section.broadcast:
+                message = [(entries, more)]
+                dist.broadcast_object_list(message, src=section.owner)
+                entries, more = message[0]
+                end = entries[-1][-1]
+                dist.broadcast(self._buffer_of(end)[:end], src=section.owner)
+            yield entries, more
+
+    def _fill(
+        self, pending: tuple[str, Tensor] | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> tuple[list[TensorEntry], tuple[str, Tensor] | None]:
+        """Put as many tensors as fit, at least one, into the buffer; returns their entries and the first tensor that did not fit."""
+        entries: list[TensorEntry] = []
+        start = 0
+        while pending is not None:
+            name, tensor = pending
+            end = start + tensor.numel() * self._dtype.itemsize
+            if entries and end > self._size:
+                break
+            self._buffer_of(end)[start:end].view(self._dtype).view(tensor.shape).copy_(tensor)
+            dtype = str(self._dtype).removeprefix("torch.")
+            entries.append(TensorEntry(name, tuple(tensor.shape), dtype, start, end))
+            start, pending = end, next(tensors, None)
+        return entries, pending
+
+    def _buffer_of(self, needed: int) -> Tensor:
+        """The buffer, with at least `needed` bytes."""
+        if self._buffer is None or self._buffer.numel() < needed:
+            self._buffer = torch.empty(max(self._size, needed), dtype=torch.uint8, device=self._device)
+        return self._buffer
+
+
+def _sections(model: PolicyModel, hf: dict[str, Any]) -> list[Section]:
+    """The sections of all ranks, in which every tensor occurs once. All ranks must call it."""
+    gatherers = tuple(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
+    if mpu.get_pipeline_model_parallel_world_size() == mpu.get_expert_model_parallel_world_size() == 1:
+        return [Section(dist.get_rank(), gatherers, None, broadcast=False)]
+    kinds = {
+        experts
+        for experts in (True, False)
+        if writes(experts) and next(hf_names(model, hf, experts), None) is not None
+    }
+    kinds_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds_of_ranks, (kinds, gatherers))
+    return [
+        Section(owner, group, None if len(owned) == 2 else owned == {True}, broadcast=True)
+        for owner, (owned, group) in enumerate(kinds_of_ranks)
+        if owned
+    ]
+
+
+def _ipc_handle(buffer: Tensor) -> bytes:
+    """Arguments of torch's rebuild_cuda_tensor, with the device named by its uuid."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(buffer)
+    device = str(torch.cuda.get_device_properties(buffer.device).uuid)
+    return pickle.dumps((*arguments[:DEVICE], device, *arguments[DEVICE + 1 :]))

@@ -1,0 +1,156 @@
+"""Hugging Face checkpoint folders: read into this rank's shards, and written from them.
+
+Owns that shards are read lazily, and that a reader never sees a half-written export. `model_folder` decides which tensors a
+folder must hold.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from millrace.connectors.host.own_folders import temporary_folder
+from millrace.connectors.storage.store import split_url
+from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel, padded_vocab
+from millrace.connectors.trainers.megatron.weights.hf_tensors import (
+    hf_tensors,
+    mapped_parameters,
+    tensor_parallel_place,
+    writes,
+)
+from millrace.core.families.architecture import Architecture, architecture
+from millrace.core.families.served_files import ALONE, Served, write_side_files
+from millrace.core.families.tensors import INDEX, weight_tensors
+from millrace.core.plain_text import json_text
+
+
+class Checkpoint:
+    """The tensors of a Hugging Face folder, read one at a time.
+
+    Raises ConfigError if they do not fit the model, or some are missing. `field`: the setting that named the folder.
+    """
+
+    def __init__(self, folder: str, arch: Architecture, field: str = "model.path") -> None:
+        self._folder = Path(folder)
+        self._tensors = weight_tensors(folder, arch, field)
+        self._open: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._tensors[name].file
+        if file not in self._open:
+            self._open[file] = safe_open(self._folder / file, "pt")
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+
+def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "model.path") -> None:
+    """Copy a Hugging Face checkpoint into this rank's parameters.
+
+    Raises ConfigError naming the first tensor of the folder that does not fit the model.
+    """
+    arch = architecture(hf)
+    checkpoint = Checkpoint(folder, arch, field)
+    vocab_rows = padded_vocab(arch.vocab, mpu.get_tensor_model_parallel_world_size())
+    with torch.no_grad():
+        for parameter, mapping in mapped_parameters(model, hf):
+            rank, size = tensor_parallel_place(mapping)
+            tensors = [checkpoint[name] for name in mapping.names]
+            shard = mapping.local(tensors, arch, rank, size, vocab_rows)
+            assert shard.shape == parameter.shape, f"{mapping.names[0]}: {shard.shape} for {parameter.shape}"
+            parameter.copy_(shard)
+
+
+def export_hf(
+    model: PolicyModel, hf: dict[str, Any], source: str, directory: str, served: Served = ALONE
+) -> dict[str, Any]:
+    """Write a Hugging Face folder: safetensors of every stage, index, config and tokenizer. It is renamed into place at the end.
+
+    served: the run's settings for engines.
+    All ranks must call it, and all writing ranks must see the same directory. Returns the bytes written by this rank.
+    """
+    target = Path(directory)
+    aside = target.with_name(f".aside-{target.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    written = _write(model, hf, source, aside, served)
+    if dist.get_rank() == 0:
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+    dist.barrier()
+    return written
+
+
+def upload_hf(
+    model: PolicyModel, hf: dict[str, Any], source: str, url: str, served: Served = ALONE
+) -> dict[str, Any]:
+    """Write the same to a folder in any storage: every rank uploads its files, each whole or not at all, from its node's disk.
+
+    All ranks must call it; the folder is complete when all have returned. Returns the bytes written by this rank, and the
+    entries of its files, relative to the folder.
+    """
+    store, name = split_url(url)
+    with temporary_folder("millrace-export") as local:
+        written = _write(model, hf, source, Path(local), served)
+        entries = store.upload_dir(local, name)
+    files = [entry.model_copy(update={"path": entry.path.removeprefix(f"{name}/")}) for entry in entries]
+    return {**written, "files": [file.record() for file in files]}
+
+
+def _write(
+    model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, served: Served
+) -> dict[str, Any]:
+    """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs.
+
+    Tensors have the type of the trainer's parameters, like the buckets for engines; config.json names it.
+    """
+    dtype = model.config.params_dtype
+    tensors = {
+        name: tensor.to("cpu", dtype).clone().contiguous()
+        for name, tensor in hf_tensors(model, hf)
+        if writes(".mlp.experts." in name)
+    }
+    file = f"model-{dist.get_rank():05d}.safetensors"
+    if tensors:
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    files_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(files_of_ranks, (file, {name: tensor.nbytes for name, tensor in tensors.items()}))
+    if dist.get_rank() == 0:
+        _finish(folder, files_of_ranks)
+        write_side_files(folder, source, served)
+        _name_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
+    return {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+
+def _finish(folder: Path, files_of_ranks: list[Any]) -> None:
+    """Rank 0's part: rename the file if there is just one, otherwise write the index of all files.
+
+    A single file was written by rank 0, since that rank holds the embedding.
+    """
+    file_of_tensor = {name: file for file, sizes in files_of_ranks for name in sizes}
+    total = sum(size for _, sizes in files_of_ranks for size in sizes.values())
+    files = sorted(set(file_of_tensor.values()))
+    if len(files) == 1:
+        (folder / files[0]).rename(folder / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of_tensor.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _name_dtype(path: Path, dtype: str) -> None:
+    """Write the weights' type into a config.json, under the keys that it already uses; otherwise under transformers 5's key."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for name in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
+        config[name] = dtype
+    path.write_text(json_text(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,100 @@
+"""This rank's parameters as Hugging Face tensors, gathered over tensor parallel ranks one at a time.
+
+Owns which rank writes which tensor. Knows nothing of files, nor of the tensors' receivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel
+from millrace.connectors.trainers.megatron.weights.hf_mapping import Mapping, lookup
+from millrace.core.families.architecture import architecture
+
+
+def mapped_parameters(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
+    """This rank's parameters with their Hugging Face tensors, in a fixed order."""
+    layer_offset = _layer_offset(model)
+    experts = hf.get("num_experts", 0) // mpu.get_expert_model_parallel_world_size()
+    expert_offset = experts * mpu.get_expert_model_parallel_rank()
+    tied = hf["tie_word_embeddings"]
+    for name, parameter in model.named_parameters():
+        if name.startswith("value_head."):
+            continue  # the critic's head, which Hugging Face checkpoints do not have
+        yield parameter, lookup(name, layer_offset=layer_offset, expert_offset=expert_offset, tied=tied)
+
+
+def hf_names(model: PolicyModel, hf: dict[str, Any], experts: bool | None = None) -> Iterator[str]:
+    """Names of the Hugging Face tensors of this rank's stage, in order. `experts`: only experts' tensors, or only others."""
+    for _, mapping in _each_tensor_once(model, hf, experts):
+        yield from mapping.names
+
+
+def hf_tensors(
+    model: PolicyModel, hf: dict[str, Any], experts: bool | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole Hugging Face tensors of this rank's stage, one at a time. All tensor parallel ranks must iterate together."""
+    arch = architecture(hf)
+    for parameter, mapping in _each_tensor_once(model, hf, experts):
+        _, size = tensor_parallel_place(mapping)
+        shards = [parameter.detach()]
+        if size > 1 and mapping.rule.split is not None:
+            group = (
+                mpu.get_expert_tensor_parallel_group()
+                if mapping.expert
+                else mpu.get_tensor_model_parallel_group()
+            )
+            shards = [torch.empty_like(shards[0]) for _ in range(size)]
+            dist.all_gather(shards, parameter.detach().contiguous(), group=group)
+        yield from zip(mapping.names, mapping.whole(shards, arch), strict=True)
+
+
+def tensor_parallel_place(mapping: Mapping) -> tuple[int, int]:
+    """This rank's number among the tensor parallel ranks of a parameter, and the number of ranks."""
+    if mapping.expert:
+        return mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
+    return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+
+
+def writes(experts: bool) -> bool:
+    """Whether this rank, among its replicas, writes experts' tensors (`experts`) or other tensors."""
+    if experts:
+        return bool(mpu.get_expert_data_parallel_rank() == 0 and mpu.get_expert_tensor_parallel_rank() == 0)
+    return bool(
+        mpu.get_tensor_model_parallel_rank() == 0
+        and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+
+
+def _each_tensor_once(
+    model: PolicyModel, hf: dict[str, Any], experts: bool | None
+) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
+    """This rank's parameters, such that each Hugging Face tensor occurs once."""
+    seen: set[str] = set()
+    for parameter, mapping in mapped_parameters(model, hf):
+        if mapping.names[0] in seen or _is_embedding_copy(model, parameter):
+            continue
+        seen.update(mapping.names)
+        if experts is None or mapping.expert == experts:
+            yield parameter, mapping
+
+
+def _is_embedding_copy(model: PolicyModel, parameter: Tensor) -> bool:
+    """Whether a parameter is the last stage's copy of the first stage's embedding."""
+    return bool(
+        model.share_embeddings_and_output_weights
+        and not model.pre_process
+        and model.post_process
+        and parameter is model.output_layer.weight
+    )
+
+
+def _layer_offset(model: PolicyModel) -> int:
+    layers = model.decoder.layers
+    return layers[0].layer_number - 1 if len(layers) else 0

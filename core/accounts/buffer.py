@@ -1,0 +1,101 @@
+"""The buffer: trained groups that may be trained once more. Pure.
+
+It is computed from the histories of committed iterations, like the ledger, and stores nothing: a restarted process holds
+the same groups. A reused group is not drawn again, so the ledger, which counts drawn groups, does not see the reuse.
+
+Invariants
+- Only a group that an earlier, committed iteration generated and trained is held.
+- No group is trained more than `max_uses` times, the iteration that generated it included.
+- No group is held whose samples are more than `max_age` weight versions older than the weights to be trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from millrace.core.accounts.history import IterationHistory
+from millrace.core.accounts.source_parts import source_and_level
+from millrace.core.contracts.ids import iteration_number
+from millrace.core.hooks.functions import BufferedGroup
+
+Place = tuple[int, int]  # iteration that generated a group, and the group's ordinal in it
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A group with the weight version that generated it, from which its age follows."""
+
+    group: BufferedGroup
+    version: int
+
+
+class Buffer:
+    """The groups held after the applied iterations."""
+
+    def __init__(self, max_age: int, max_uses: int, versions: int) -> None:
+        """max_age: weight versions. max_uses: iterations that train a group, the first included. versions: per iteration."""
+        self.max_age, self.max_uses, self._versions = max_age, max_uses, versions
+        self.version = 0  # version of the weights that the next iteration trains
+        self._held: dict[Place, _Held] = {}
+
+    def extend(self, histories: Iterable[IterationHistory]) -> Buffer:
+        """Apply the histories, which are in order; returns this buffer.
+
+        The iterations that `reach` names suffice: groups of the ones before are too old.
+        """
+        for history in histories:
+            self.apply(history)
+        return self
+
+    def apply(self, history: IterationHistory) -> None:
+        """Apply a committed iteration: count its uses, and hold the groups that it generated and trained."""
+        for place in history.reused_places():
+            held = self._held.get(place)
+            if held is not None:
+                self._held[place] = replace(held, group=replace(held.group, uses=held.group.uses + 1))
+        made_by = history.iteration * self._versions
+        # the history's last step does not give the version: later passes, and steps of reused groups alone, make versions
+        # too
+        self.version = made_by + self._versions
+        for group in history.groups():
+            if group.verdict == "kept":
+                name = source_and_level(group.source)[0]
+                found = BufferedGroup(
+                    iteration=history.iteration,
+                    ordinal=group.ordinal,
+                    source=name,
+                    age=0,
+                    uses=1,
+                    reward=group.score,
+                    reward_std=group.std,
+                )
+                self._held[history.iteration, group.ordinal] = _Held(found, made_by)
+        self._held = {place: held for place, held in self._held.items() if self._may_be_used(held)}
+
+    def groups(self) -> list[BufferedGroup]:
+        """The groups that the next iteration may reuse, oldest first."""
+        return [
+            replace(held.group, age=self.version - held.version) for _, held in sorted(self._held.items())
+        ]
+
+    def problems(self, history: IterationHistory) -> list[str]:
+        """Reused groups of `history`, the next iteration, that the buffer does not hold. Call it before `apply`."""
+        places = history.reused_places()
+        found = [
+            f"it reuses group {ordinal} of iteration {iteration_number(iteration)}, which was not held: not trained there, "
+            f"trained {self.max_uses} times, or older than {self.max_age} weight versions"
+            for iteration, ordinal in sorted(set(places))
+            if (iteration, ordinal) not in self._held
+        ]
+        if len(set(places)) < len(places):
+            found.append("it reuses a group twice")
+        return found
+
+    def _may_be_used(self, held: _Held) -> bool:
+        return held.group.uses < self.max_uses and self.version - held.version <= self.max_age
+
+
+def reach(iteration: int, max_age: int) -> int:
+    """The first iteration whose groups `iteration` may reuse; each iteration makes at least one weight version."""
+    return max(0, iteration - max_age)

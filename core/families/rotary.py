@@ -1,0 +1,84 @@
+"""The rotary embedding that a config.json asks for, in any of the spellings that transformers has written.
+
+`rope_theta` stands outside or inside of `rope_parameters`, or of `rope_scaling`; the kind is `rope_type` or `type`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from millrace.core.families.architecture import RotaryScaling
+
+SCALING = tuple(field.name for field in fields(RotaryScaling))
+DEFAULT_THETA = 10000.0  # transformers' own, for every family here
+
+Refuse = Callable[[str, Any, str], NoReturn]
+"""Raises the error for a key, its value and what is wrong with it."""
+
+
+def rotary(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """rope_theta, the base, and rope_scaling: the fields of a RotaryScaling, or None.
+
+    Calls `refuse` for any other scaling, and for a partial or ambiguous embedding.
+    """
+    name, inner = _parameters(config, refuse)
+    kinds = {f"{name}.{key}": inner.pop(key) for key in ("rope_type", "type") if key in inner}
+    kind = _agreed(kinds, refuse) if kinds else "default"
+    if kind not in ("default", "llama3"):
+        refuse(f"{name}.rope_type", kind, "of scaled rotary embeddings only llama3 is supported")
+    theta = _given("rope_theta", config, name, inner, refuse)
+    partial = _given("partial_rotary_factor", config, name, inner, refuse)
+    if partial not in (None, 1):
+        refuse("partial_rotary_factor", partial, "partial rotary embeddings are not supported")
+    scaling = {
+        key: _number(f"{name}.{key}", inner.pop(key, None), refuse) for key in SCALING if kind == "llama3"
+    }
+    if scaling and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        refuse(f"{name}.high_freq_factor", scaling["high_freq_factor"], "it must be above low_freq_factor")
+    for key, value in inner.items():
+        refuse(f"{name}.{key}", value, f"a {kind} rotary embedding has no such parameter")
+    theta = DEFAULT_THETA if theta is None else _number("rope_theta", theta, refuse)
+    return {"rope_theta": theta, "rope_scaling": scaling or None}
+
+
+def _number(key: str, value: Any, refuse: Refuse) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        refuse(key, value, "a number above 0 is wanted")
+    return float(value)
+
+
+def _parameters(config: Mapping[str, Any], refuse: Refuse) -> tuple[str, dict[str, Any]]:
+    """The mapping that names the rotary embedding's parameters, and its key."""
+    given: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        inner = config.get(name)
+        if inner is not None and not isinstance(inner, dict):
+            refuse(name, inner, "a mapping is wanted")
+        if inner:
+            given[name] = inner
+    return next(iter(given), "rope_parameters"), dict(_agreed(given, refuse) or {})
+
+
+def _given(key: str, config: Mapping[str, Any], name: str, inner: dict[str, Any], refuse: Refuse) -> Any:
+    """A parameter that may be outside or inside of the mapping; None if it is missing."""
+    places = {key: config[key]} if key in config else {}
+    if key in inner:
+        places[f"{name}.{key}"] = inner.pop(key)
+    for place, value in places.items():
+        if value is None:
+            refuse(place, value, "it says nothing")
+    return _agreed(places, refuse)
+
+
+def _agreed(places: Mapping[str, Any], refuse: Refuse) -> Any:
+    """The value on which all spellings agree; None without any."""
+    if not places:
+        return None
+    first, *others = places
+    for other in others:
+        if places[other] != places[first]:
+            refuse(other, places[other], f"{first} says {places[first]!r}")
+    return places[first]

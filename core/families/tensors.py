@@ -1,0 +1,217 @@
+"""The tensors of a checkpoint folder: which ones a model has, and which ones its weight files hold.
+
+Every tensor of the files belongs to the model, and every tensor of the model is in them once, with its shape and in a type
+that can be read. Looks at the headers of safetensors files, not at the values. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.core.contracts.relative_path import inside
+from millrace.core.errors import ConfigError, remedy_of
+from millrace.core.families.architecture import Architecture
+from millrace.core.families.config_file import WHOLE
+
+INDEX = "model.safetensors.index.json"
+ONLY_FILE = "model.safetensors"
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of the readable types
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LEFT_OVER = re.compile(
+    r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq"
+)  # computed from rope_theta
+LARGEST_HEADER = 100 * 2**20
+CHUNK = 2**24
+
+FAMILY = "take a whole checkpoint of the family and sizes that config.json names"
+UNQUANTISED = "take the checkpoint that is not quantised, or write one in bfloat16 from it"
+LONE = f"leave {ONLY_FILE} alone in the folder, or files that an index names"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a weight file, as the file's header has it. `start`, `end`: its bytes in the file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a model, by its Hugging Face name."""
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab, arch.hidden)}
+    for number in range(arch.layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in _layer_shapes(arch)}
+    shapes["model.norm.weight"] = (arch.hidden,)
+    if not arch.tied:
+        shapes[HEAD] = (arch.vocab, arch.hidden)
+    return shapes
+
+
+def _layer_shapes(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, q, kv = arch.hidden, arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        yield f"self_attn.{name}_proj.weight", (rows, hidden)
+        if arch.qkv_bias:
+            yield f"self_attn.{name}_proj.bias", (rows,)
+    yield "self_attn.o_proj.weight", (hidden, q)
+    if arch.qk_norm:
+        yield "self_attn.q_norm.weight", (arch.head_dim,)
+        yield "self_attn.k_norm.weight", (arch.head_dim,)
+    if arch.experts:
+        yield "mlp.gate.weight", (arch.experts, hidden)
+    places = [f"mlp.experts.{number}" for number in range(arch.experts)] or ["mlp"]
+    ffn = arch.expert_ffn if arch.experts else arch.ffn
+    for place in places:
+        yield f"{place}.gate_proj.weight", (ffn, hidden)
+        yield f"{place}.up_proj.weight", (ffn, hidden)
+        yield f"{place}.down_proj.weight", (hidden, ffn)
+
+
+def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:
+    """The place of each tensor of the model. `field`: the setting that named the folder.
+
+    Raises ConfigError naming the first tensor that is missing, stored twice, of another shape or of a type that is not
+    read, or that no parameter of the model takes; a stored output layer of a tied model must equal the embedding.
+    """
+    where = f"{field} = {folder}"
+    stored = _stored_tensors(Path(folder), where)
+    shapes = tensor_shapes(arch)
+    for name, tensor in stored.items():
+        known = shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
+        if tensor.dtype not in BYTES and not LEFT_OVER.fullmatch(name):
+            reason = f"tensor {name} in {tensor.file} is of type {tensor.dtype}, not of {', '.join(BYTES)}"
+            raise ConfigError(reason, where=where, remedy=UNQUANTISED)
+        if known is None and not LEFT_OVER.fullmatch(name):
+            reason = f"tensor {name} in {tensor.file} belongs to no parameter of this {arch.family} model"
+            raise ConfigError(reason, where=where, remedy=FAMILY)
+        if known is not None and tensor.shape != known:
+            reason = (
+                f"tensor {name} in {tensor.file} has shape {list(tensor.shape)}, the model has {list(known)}"
+            )
+            raise ConfigError(reason, where=where, remedy=FAMILY)
+    for name in shapes:
+        if name not in stored:
+            raise ConfigError(f"tensor {name} is missing", where=where, remedy=FAMILY)
+    if arch.tied and HEAD in stored and not _equal(Path(folder), stored[HEAD], stored[EMBEDDING]):
+        raise ConfigError(
+            f"tie_word_embeddings is true, and {HEAD} in {stored[HEAD].file} is not {EMBEDDING}",
+            where=where,
+            remedy="set tie_word_embeddings to what the model was trained with",
+        )
+    return {name: stored[name] for name in shapes}
+
+
+def stored_type(folder: str) -> str | None:
+    """The type of a folder's stored weights, taken from the embedding; None if no weights can be read."""
+    try:
+        embedding = _stored_tensors(Path(folder), folder).get(EMBEDDING)
+    except ConfigError:
+        # `weight_tensors` gives the reason
+        return None
+    return NAMES.get(embedding.dtype) if embedding else None
+
+
+def _stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's weight files, sorted by name."""
+    listed = _weight_map(folder, where)
+    names = sorted(set(listed.values())) if listed else [ONLY_FILE]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ConfigError(f"its weights lack {some}", where=where, remedy="copy the whole checkpoint")
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in names:
+            reason = f"{path.name} lies beside the weights and is not part of them"
+            raise ConfigError(reason, where=where, remedy=LONE)
+    stored: dict[str, StoredTensor] = {}
+    for file in names:
+        for name, tensor in _header(folder / file, where).items():
+            if name in stored:
+                reason = f"tensor {name} is in {stored[name].file} and in {file}"
+                raise ConfigError(reason, where=where, remedy=LONE)
+            if listed and listed.get(name) != file:
+                reason = f"tensor {name} is in {file}, which {INDEX} does not say"
+                raise ConfigError(reason, where=where, remedy=WHOLE)
+            stored[name] = tensor
+    for name, file in listed.items():
+        if name not in stored:
+            raise ConfigError(f"tensor {name} is not in {file}", where=where, remedy=WHOLE)
+    return dict(sorted(stored.items()))
+
+
+def _weight_map(folder: Path, where: str) -> dict[str, str]:
+    """The file of each tensor as the index has it; empty without an index."""
+    if not (folder / INDEX).is_file():
+        return {}
+    try:
+        listed: Any = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        if not listed or not all(isinstance(file, str) for file in listed.values()):
+            raise ValueError("weight_map is empty, or names no files")
+        for file in sorted(set(listed.values())):
+            inside(file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"its {INDEX} cannot be read: {error}", where=where, remedy=remedy_of(error, WHOLE)
+        ) from error
+    return dict(listed)
+
+
+def _header(path: Path, where: str) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > LARGEST_HEADER:
+                raise ValueError("no header of safetensors")
+            entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        first = 8 + length
+        found = {
+            name: StoredTensor(
+                path.name,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                *(first + at for at in entry["data_offsets"]),
+            )
+            for name, entry in entries.items()
+        }
+        size, held = max((tensor.end for tensor in found.values()), default=first), path.stat().st_size
+        if held != size:
+            raise ValueError(f"it has {held} bytes, its header names {size}")
+        for name, tensor in found.items():
+            width = BYTES.get(tensor.dtype)
+            if width and tensor.end - tensor.start != width * math.prod(tensor.shape):
+                raise ValueError(f"the bytes of {name} do not fit its shape")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        reason = f"{path.name} is no whole safetensors file: {error}"
+        raise ConfigError(reason, where=where, remedy=remedy_of(error, WHOLE)) from error
+    return found
+
+
+def _equal(folder: Path, one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors have the same type and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with (folder / one.file).open("rb") as left, (folder / other.file).open("rb") as right:
+        left.seek(one.start)
+        right.seek(other.start)
+        remaining = one.end - one.start
+        while remaining:
+            size = min(CHUNK, remaining)
+            if left.read(size) != right.read(size):
+                return False
+            remaining -= size
+    return True

@@ -1,0 +1,150 @@
+"""Commands that check and run a configuration: train, check, quickstart."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from millrace.connectors.host.local_files import library_log, room_at_home
+from millrace.core.contracts.progress import waiting
+from millrace.core.errors import MillraceError
+from millrace.flows.commands.terminal import (
+    ConfigArgument,
+    Overrides,
+    RootOption,
+    console,
+    errors,
+    guarded,
+    libraries_kept_off_terminal,
+    lines_before_prefect,
+    print_lines,
+)
+from millrace.flows.driver.interruption import run_interruptibly
+
+if TYPE_CHECKING:
+    from millrace.core.config import RunConfig
+    from millrace.flows.driver.drive import DriveResult
+    from millrace.flows.preflight.check import Checked
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def train(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Train a run, or resume it: the same name resumes."""
+    from millrace.flows.preflight.plan_seen import run_elsewhere
+    from millrace.flows.tools.ending import ending
+
+    def work() -> tuple[RunConfig, DriveResult]:
+        found = _checked(config, overrides)
+        if warning := run_elsewhere(found):
+            errors.print(warning, soft_wrap=True)
+        with room_at_home():
+            return found.config, _run_flow(found.config)
+
+    resolved, result = _interruptible(work)
+    did, total = result["did"], result["iterations"]
+    console.print(f"run {resolved.run.name}: {total} iterations complete, {did} of them now")
+    print_lines(guarded(lambda: ending(resolved)))
+
+
+def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Resolve a configuration, check everything it names, and print the plan."""
+    from millrace.core.config.plan import make_plan
+    from millrace.flows.preflight.plan_table import plan_text
+    from millrace.flows.preflight.unchecked import unchecked
+
+    found = _checked(config, overrides)
+    width = console.width if console.is_terminal else None
+    text = plan_text(make_plan(found.located), found, width)
+    console.print(text, soft_wrap=True)
+    for sentence in unchecked(found.config, found.model.whole):
+        console.print(sentence, soft_wrap=True)
+
+
+def quickstart(
+    root: RootOption = "runs",
+    seed: Annotated[int, typer.Option(help="Seed of model, data and sampling.")] = 0,
+    iterations: Annotated[
+        int | None, typer.Option(help="RL iterations; more iterations take longer.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; quickstart-SEED when not given.")] = None,
+) -> None:
+    """Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it has learnt."""
+    from millrace.flows.quickstart import run_quickstart
+
+    _interruptible(
+        lambda: run_quickstart(root=root, seed=seed, iterations=iterations, name=name, console=console)
+    )
+
+
+def _interruptible(work: Callable[[], T]) -> T:
+    """Do the work of a command that starts live parts: signals end it, and output of the parts goes to a log."""
+    with libraries_kept_off_terminal() as terminal, lines_before_prefect():
+        return guarded(lambda: run_interruptibly(lambda: _not_in_silence(work), terminal))
+
+
+def _not_in_silence(work: Callable[[], T]) -> T:
+    """Do the work. A broken or ended pipe is raised as another error, because Typer ends a command silently at these."""
+    try:
+        return work()
+    except (OSError, EOFError) as error:
+        if isinstance(error, EOFError) or error.errno == errno.EPIPE:
+            raise RuntimeError("a process that the run talked to is gone") from error
+        raise
+
+
+def _run_flow(config: RunConfig) -> DriveResult:
+    """Run the flow of a configuration in this process, against the configured Prefect server or a local one."""
+    import httpx
+
+    from millrace.connectors.prefect.server import ensure_server, login_hint, restart_dead_server, ui_url
+    from millrace.connectors.prefect.slow_answers import say_when_prefect_is_slow
+
+    console.print(
+        f"Prefect: {ui_url(ensure_server())}{login_hint()}; what libraries print: {library_log()}",
+        soft_wrap=True,
+    )
+    # this imports Prefect, which reads the server's address once
+    say_when_prefect_is_slow()
+    with waiting(log, "libraries, such as torch"):
+        if config.algorithm.supervised:
+            from millrace.flows.sft import sft as flow
+        else:
+            from millrace.flows.train import train as flow
+    try:
+        return asyncio.run(flow(config))
+    except (httpx.TransportError, RuntimeError) as error:
+        # Prefect retries calls only after it has reached a server once; before, it raises RuntimeError
+        if restart_dead_server():
+            return asyncio.run(flow(config))
+        if isinstance(error, RuntimeError):
+            raise
+        raise MillraceError(
+            f"does not answer ({type(error).__name__}: {error})",
+            where=f"the Prefect server at {ensure_server()}",
+            remedy="what finished is kept: start the same command again",
+        ) from error
+
+
+def _checked(path: Path, overrides: list[str] | None) -> Checked:
+    """The configuration with the results of its checks. Ends the command with every problem, in the file or what it names."""
+    from millrace.core.config.parts.problems import render_problems
+    from millrace.core.config.reading.load import read_config
+    from millrace.flows.preflight.check import checked
+
+    reading = guarded(lambda: read_config(str(path), overrides or []))
+    with waiting(log, "the check of model, data and reward"):
+        found = checked(reading.config, reading.problems) if reading.config else None
+    problems = found.problems if found else reading.problems
+    if problems or found is None:
+        errors.print(render_problems(problems), soft_wrap=True)
+        raise SystemExit(2)
+    found.file = path
+    return found

