@@ -1,5 +1,7 @@
 """Figures of a held-out set: mean reward with its interval, pass@k and the majority's share, for all of it and by subset.
 
+Also the names of the metrics of held-out sets.
+
 An answer that could not be scored counts as wrong. A sample that failed to generate is in no figure.
 """
 
@@ -8,8 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
+from millrace.core.metric_names import name_part
 
 # figures of supervised runs; of all other figures the highest is best
 LOWEST_IS_BEST = ("loss", "perplexity")
@@ -134,3 +140,31 @@ def _pass_at(groups: Sequence[Sequence[Answer]], correct_from: float, k: int) ->
         if len(group) >= k
     ]
     return statistics.fmean(values) if values else None
+
+
+def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
+    """Metrics of an evaluation, by name."""
+    metrics: dict[str, float] = {"eval/lag": record["lag"]} if "lag" in record else {}
+    for path, part in _parts(record["sets"]):
+        for figure, value in part.items():
+            if isinstance(value, int | float):
+                metrics[f"{path}/{figure}"] = value
+        metrics |= {f"{path}/pass_at_{k}": value for k, value in part.get("pass_at", {}).items()}
+    return metrics
+
+
+def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:
+    """Metrics of held-out losses, by name."""
+    metrics: dict[str, float] = {}
+    for path, part in _parts(record["sets"]):
+        for figure in ("loss", "perplexity", "tokens", "samples"):
+            metrics[f"{path}/{figure}"] = part[figure]
+    return metrics
+
+
+def _parts(sets: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each set and each subset, by the prefix of their metrics' names."""
+    for name, result in sets.items():
+        yield f"eval/{name}", result
+        for subset, part in result.get("subsets", {}).items():
+            yield f"eval/{name}/{name_part(subset)}", part

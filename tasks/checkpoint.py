@@ -21,8 +21,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.plan.periodic import exports_after, saves_after
 from millrace.core.config.plan.retention import checkpoints_to_drop
 from millrace.core.contracts.task_records import CheckpointRecord, EvaluateRecord, FileRecord, HeldOutRecord
-from millrace.core.evaluation import LOWEST_IS_BEST
-from millrace.core.evaluation_names import evaluation_metrics, held_out_metrics
+from millrace.core.evaluation import LOWEST_IS_BEST, evaluation_metrics, held_out_metrics
 from millrace.core.families.served_files import Served
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point

@@ -28,7 +28,7 @@ from millrace.core.contracts.task_records import (
     StepMetrics,
 )
 from millrace.core.errors import only_first_error
-from millrace.core.evaluation_names import evaluation_metrics, held_out_metrics
+from millrace.core.evaluation import evaluation_metrics, held_out_metrics
 from millrace.core.hooks.group_filters import ZERO_VARIANCE
 from millrace.core.metrics import (
     curriculum_metrics,

@@ -13,7 +13,7 @@ import json
 import time
 from pathlib import Path
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.rewards import expressions
 from millrace.core.rewards.math import math
 

@@ -1,0 +1,1 @@
+"""Engines: each speaks SGLang's protocol."""

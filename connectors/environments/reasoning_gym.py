@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from millrace.connectors.environments.extras import last_message, number, package
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Done, Observation, Task, Turn
 

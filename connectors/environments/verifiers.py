@@ -16,7 +16,7 @@ from typing import Any
 
 from millrace.connectors.environments.extras import number, package
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardResult
+from millrace.core.hooks.protocols import RewardResult
 from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Session, SessionError
 

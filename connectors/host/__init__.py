@@ -1,0 +1,1 @@
+"""This host: its processes, servers, own folders and memory. All connectors may use it."""

@@ -1,0 +1,1 @@
+"""Requests to servers that are not the run's. All connectors may use it."""

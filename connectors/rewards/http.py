@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.connectors.http.posting import UnreadableError, post
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.hooks.slime.reward_key import under_reward
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from millrace.connectors.http.posting import EXCERPT, UnreadableError, post
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.plain_text import json_text
 
 SCORE = re.compile(r"\bscore[*\"' ]{0,3}[:=][*\"' ]{0,3}(-?\d{1,6}(?:\.\d{1,6})?)", re.IGNORECASE)

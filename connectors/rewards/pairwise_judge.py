@@ -9,7 +9,7 @@ import re
 
 from millrace.connectors.http.posting import EXCERPT, UnreadableError
 from millrace.connectors.rewards.judge import completion, shown_prompt
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 
 BETTER = re.compile(r"\bbetter[*\"' ]{0,3}[:=][*\"' ]{0,3}(A|B|tie)\b", re.IGNORECASE)
 SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from millrace.connectors.http.posting import EXCERPT, UnreadableError, post
 from millrace.core.errors import ConfigError
 from millrace.core.families.chat_templates import TemplateLimitError, apply_template
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.hooks.slime.sample import tokenizer as load_tokenizer
 
 PATHS = {"sglang": "/classify", "vllm": "/pooling", "tei": "/predict"}

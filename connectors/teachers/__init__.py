@@ -1,0 +1,1 @@
+"""Teachers that a server has."""

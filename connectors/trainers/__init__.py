@@ -1,0 +1,1 @@
+"""Trainers: each is a rank for the driver."""

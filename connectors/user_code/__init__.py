@@ -1,1 +1,1 @@
-"""Worker processes that can be killed one at a time."""
+"""Processes that run the code of users and models: pools, sessions, sandboxes."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from millrace.connectors.user_code.sandbox import SandboxLimits, SandboxOutcome, check_fence, run_python
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.code.answer import decoded, last_code_block, long_integers, same_output, same_value
 from millrace.core.rewards.code.cases import Asserts, Call, Case, Tests, tests_of
 from millrace.core.rewards.code.programs import ANSWER, ASSERTS

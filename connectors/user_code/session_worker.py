@@ -23,12 +23,12 @@ from millrace.core.config.parts.redaction import shown_text
 from millrace.core.config.rollout import Session as Settings
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import described
-from millrace.core.hooks.functions import load, load_function, written_for_slime
+from millrace.core.hooks.loading import load, load_function, written_for_slime
+from millrace.core.hooks.rollout_selection import rollout_function
 from millrace.core.rewards.scoring import read_score, scored
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError, Task
 from millrace.core.sessions.live import LiveSession, Served, Shared
-from millrace.core.sessions.selection import rollout_function
 from millrace.core.sessions.tools import unended
 
 # most rollouts need no server, so aiohttp is imported only when one does

@@ -1,1 +1,1 @@
-"""What became of every token that a run generated."""
+"""What becomes of prompts, groups and tokens: ledger, lineage, account, history, buffer, curriculum, staleness."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from millrace.core.accounts.history import IterationHistory
 from millrace.core.accounts.source_parts import source_and_level
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.hooks.functions import BufferedGroup
+from millrace.core.hooks.protocols import BufferedGroup
 
 Place = tuple[int, int]  # iteration that generated a group, and the group's ordinal in it
 

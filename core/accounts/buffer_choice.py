@@ -7,7 +7,8 @@ from itertools import zip_longest
 
 from millrace.core.config.rollout.buffer import Buffer as Settings
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import BufferedGroup, call_function
+from millrace.core.hooks.loading import call_function
+from millrace.core.hooks.protocols import BufferedGroup
 
 BANDS = 4  # number of bands of mean rewards
 FIELD = "rollout.buffer.buffer_filter"

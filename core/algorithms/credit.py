@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError, TrainerError
-from millrace.core.hooks.functions import call_function
+from millrace.core.hooks.loading import call_function
 
 if TYPE_CHECKING:
     from torch import Tensor

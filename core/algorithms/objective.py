@@ -28,7 +28,7 @@ from millrace.core.algorithms.packed import clean, upcast
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.contracts.token_batch import TokenBatch
 from millrace.core.errors import TrainerError
-from millrace.core.hooks.functions import call_function, load_function
+from millrace.core.hooks.loading import call_function, load_function
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 

@@ -1,1 +1,1 @@
-"""A Hugging Face checkpoint folder: its config.json and its weight files, each read whole or refused."""
+"""What a Hugging Face folder says of a model: sizes, tensors, templates. Each file is read whole or refused."""

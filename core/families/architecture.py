@@ -1,6 +1,6 @@
 """The model that a config.json describes: its sizes, and what follows from them in parameters and operations.
 
-Knows nothing of files and tensors: `model_folder` reads those. No torch.
+Knows nothing of files and tensors: config_file.py and tensors.py read those. No torch.
 """
 
 from __future__ import annotations

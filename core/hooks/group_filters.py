@@ -14,8 +14,8 @@ from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.filter import Filter
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.contracts.references import resolved
-from millrace.core.hooks.functions import GroupSample as GroupSample
-from millrace.core.hooks.functions import failure_of, load, load_function, written_for_slime
+from millrace.core.hooks.loading import failure_of, load, load_function, written_for_slime
+from millrace.core.hooks.protocols import GroupSample as GroupSample
 from millrace.core.hooks.slime.filter import slime_verdict
 
 ZERO_VARIANCE = 1e-6  # rewards that differ by less are equal

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.core.hooks.functions import RewardInput, RewardResult
-from millrace.core.rewards.forms import bound
+from millrace.core.hooks.protocols import RewardInput, RewardResult
+from millrace.core.hooks.reward_forms import bound
 from millrace.core.rewards.math import last_boxed
 from millrace.core.rewards.scoring import read_score
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 
-from millrace.core.hooks.functions import Prompt, RewardInput, RewardResult
+from millrace.core.hooks.protocols import Prompt, RewardInput, RewardResult
 from millrace.core.rewards.answer_text import (
     LONGEST,
     NONE,

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput, RewardResult, module_and_name
-from millrace.core.rewards.forms import awaited_answer_of, bound
+from millrace.core.hooks.loading import module_and_name
+from millrace.core.hooks.protocols import RewardInput, RewardResult
+from millrace.core.hooks.reward_forms import awaited_answer_of, bound
 from millrace.core.rewards.scoring import read_score
 
 TAKES = {"function", "weight", "options", "name"}

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from millrace.core.errors import described
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
+from millrace.core.hooks.reward_forms import answer_of, awaited_answer_of, reward_of
 from millrace.core.plain_text import whole
 from millrace.core.rewards.code.answer import long_integers
-from millrace.core.rewards.forms import answer_of, awaited_answer_of, reward_of
 
 Row = Mapping[str, Any]
 

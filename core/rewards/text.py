@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.core.errors import DataError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 
 
 def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> RewardResult:

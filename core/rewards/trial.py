@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from millrace.core.errors import described
-from millrace.core.hooks.functions import load
+from millrace.core.hooks.loading import load
+from millrace.core.hooks.reward_forms import answer_of, reward_of
 from millrace.core.rewards import scoring
-from millrace.core.rewards.forms import answer_of, reward_of
 
 WANTED = "return a number, a RewardResult, or a mapping with the key reward"
 WANTED_OF_GROUP = "return a list with a score for each sample, or leave out reward.group"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from millrace.core.hooks.functions import RewardResult
+from millrace.core.hooks.protocols import RewardResult
 from millrace.core.sessions.interface import Done, Environment, Observation, Session, SessionError, Turn
 from millrace.core.sessions.live import LiveSession
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from millrace.core.hooks.functions import Score
+from millrace.core.hooks.protocols import Score
 
 Message = Mapping[str, Any]  # of a chat: role, content, and other keys that the template knows
 Content = str | Message | Sequence[Message] | Sequence[int]

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, crea
 from millrace.core.config.rollout import AnyTool, Tool
 from millrace.core.contracts.rows.messages import text_of_answer
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import failure_of, load_function
+from millrace.core.hooks.loading import failure_of, load_function
 from millrace.core.plain_text import json_text, whole
 from millrace.core.sessions.interface import ToolError
 

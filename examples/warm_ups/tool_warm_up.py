@@ -16,7 +16,7 @@ from millrace.connectors.user_code.mcp_tools import tool_schemas
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import load_function
+from millrace.core.hooks.loading import load_function
 from millrace.flows.quickstart import (
     GPU_SHAPE,
     GPU_WARM_UP,

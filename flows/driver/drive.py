@@ -48,7 +48,7 @@ from millrace.core.errors import (
     StorageError,
     may_pass,
 )
-from millrace.core.hooks.functions import call_function, search_in
+from millrace.core.hooks.loading import call_function, search_in
 from millrace.core.hooks.own_code import expect
 from millrace.core.plain_text import take_any_text
 from millrace.core.tracker import run_tags

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.rollout import Tool
-from millrace.core.hooks.functions import load, module_and_name
+from millrace.core.hooks.loading import load, module_and_name
 from millrace.core.hooks.own_code import hash_of, source_of
-from millrace.core.rewards.selection import all_rewards, comparisons
-from millrace.core.sessions.selection import rollout_functions
+from millrace.core.hooks.reward_selection import all_rewards, comparisons
+from millrace.core.hooks.rollout_selection import rollout_functions
 
 SMALL = 32 << 20  # larger files are not hashed whole
 SAMPLE = 1 << 16  # bytes hashed at three places of a larger file

@@ -22,7 +22,7 @@ from millrace.core.config import all_rules as rules
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.references import references
 from millrace.core.errors import StorageError
-from millrace.core.hooks.functions import search_in
+from millrace.core.hooks.loading import search_in
 from millrace.flows.preflight.check_data import check_rows, sources
 from millrace.flows.preflight.check_ends import check_stops
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough

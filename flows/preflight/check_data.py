@@ -18,8 +18,8 @@ from millrace.core.contracts.rows.chat_options import TEMPLATE_KWARGS, TOOLS
 from millrace.core.contracts.rows.own_sampling import SAMPLING
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.errors import MillraceError
-from millrace.core.hooks.functions import RewardInput
-from millrace.core.rewards.forms import answer_of, reward_of
+from millrace.core.hooks.protocols import RewardInput
+from millrace.core.hooks.reward_forms import answer_of, reward_of
 from millrace.flows.preflight.check_dialogues import check_dialogues
 from millrace.flows.preflight.check_model import Checkpoint
 from millrace.flows.preflight.check_prompts import rendered

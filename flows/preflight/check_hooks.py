@@ -27,13 +27,13 @@ from millrace.core.config.passthrough_rules import (
 from millrace.core.config.reward import RewardFunction
 from millrace.core.config.rollout import Tool
 from millrace.core.errors import ConfigError, remedy_of
-from millrace.core.hooks.functions import hidden_module, load, written_for_slime
+from millrace.core.hooks.loading import hidden_module, load, written_for_slime
+from millrace.core.hooks.reward_selection import all_rewards, comparisons
+from millrace.core.hooks.rollout_selection import rollout_functions
 from millrace.core.hooks.slime.arguments import OF_A_ROLLOUT, OF_SCORING, run_arguments
 from millrace.core.hooks.slime.generate import form_of
 from millrace.core.hooks.slime.names import WHOLE_ROLLOUT, missing, refusal
 from millrace.core.hooks.slime.source import reads_of
-from millrace.core.rewards.selection import all_rewards, comparisons
-from millrace.core.sessions.selection import rollout_functions
 
 ROUTER = ("router_args.py",)
 ROLLOUTS, FILTER = "rollout.session.function", "filter.group_filter"  # fields that accept slime's signature

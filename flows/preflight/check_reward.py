@@ -17,8 +17,7 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import Scorable
-from millrace.core.plain_text import json_text
-from millrace.core.rewards.selection import (
+from millrace.core.hooks.reward_selection import (
     MIXTURE,
     TOURNAMENT,
     Selected,
@@ -26,6 +25,7 @@ from millrace.core.rewards.selection import (
     own_rewards,
     select,
 )
+from millrace.core.plain_text import json_text
 from millrace.core.rewards.trial import Trial, try_reward
 from millrace.flows.preflight.check_data import unknown_names
 from millrace.flows.preflight.first_rows import FirstRows

@@ -17,7 +17,7 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.config.rollout import McpTools, Session
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.errors import ConfigError
-from millrace.core.sessions.selection import UnknownRolloutError, rollout_function, rollout_functions
+from millrace.core.hooks.rollout_selection import UnknownRolloutError, rollout_function, rollout_functions
 from millrace.core.sessions.tools import LoadedTool
 from millrace.flows.preflight.check_data import unknown_names
 from millrace.flows.preflight.check_model import Checkpoint

@@ -22,7 +22,7 @@ from millrace.core.config.pipeline import Pipeline
 from millrace.core.config.reading.stored import readable
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.errors import ConfigError, MissingFileError, StorageError
-from millrace.core.evaluation_names import evaluation_metrics, held_out_metrics
+from millrace.core.evaluation import evaluation_metrics, held_out_metrics
 from millrace.core.logprob_gap import LogprobGuard
 from millrace.flows.tools.listing import Listing
 

@@ -25,7 +25,7 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.task_records import EvaluatedSet
 from millrace.core.errors import ConfigError, StorageError
 from millrace.core.evaluation import difference
-from millrace.core.hooks.functions import search_in
+from millrace.core.hooks.loading import search_in
 from millrace.flows.driver.named_model import at_commit
 from millrace.flows.driver.weights_type import of_new_run
 from millrace.flows.preflight.check import check

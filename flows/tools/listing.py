@@ -1,4 +1,4 @@
-"""Rows under column names: the output of commands that show runs. Written as JSON or CSV here, as a table in flows/cli."""
+"""Rows under column names: the output of commands that show runs. Written as JSON or CSV here, as a table in flows/commands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`millrace plan CONFIG --from RUN`: the time of an iteration under other layouts and pipelines, replayed from a run's record.
 
-Reads only the run folder. core/simulation does the replay.
+Reads only the run folder. flows/planning does the replay.
 """
 
 from __future__ import annotations

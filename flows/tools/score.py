@@ -28,7 +28,7 @@ from millrace.core.contracts.rows.messages import message_of
 from millrace.core.contracts.rows.prompts import value_at
 from millrace.core.contracts.sample import split_parts
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks.functions import load, search_in
+from millrace.core.hooks.loading import load, search_in
 from millrace.core.plain_text import json_text, whole_values
 from millrace.core.rewards.code.answer import long_integers
 from millrace.core.rewards.scoring import Scored, score_group, score_sample

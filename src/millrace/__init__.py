@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from millrace.core.errors import MillraceError as MillraceError
     from millrace.core.errors import StorageError as StorageError
     from millrace.core.errors import TrainerError as TrainerError
-    from millrace.core.hooks.functions import Advantage as Advantage
-    from millrace.core.hooks.functions import BufferedGroup as BufferedGroup
-    from millrace.core.hooks.functions import BufferFilter as BufferFilter
-    from millrace.core.hooks.functions import DataSource as DataSource
-    from millrace.core.hooks.functions import GroupFilter as GroupFilter
-    from millrace.core.hooks.functions import GroupSample as GroupSample
-    from millrace.core.hooks.functions import Loss as Loss
-    from millrace.core.hooks.functions import Reward as Reward
-    from millrace.core.hooks.functions import RewardInput as RewardInput
-    from millrace.core.hooks.functions import RewardResult as RewardResult
-    from millrace.core.hooks.functions import RewardShaping as RewardShaping
-    from millrace.core.hooks.functions import TeacherHint as TeacherHint
+    from millrace.core.hooks.protocols import Advantage as Advantage
+    from millrace.core.hooks.protocols import BufferedGroup as BufferedGroup
+    from millrace.core.hooks.protocols import BufferFilter as BufferFilter
+    from millrace.core.hooks.protocols import DataSource as DataSource
+    from millrace.core.hooks.protocols import GroupFilter as GroupFilter
+    from millrace.core.hooks.protocols import GroupSample as GroupSample
+    from millrace.core.hooks.protocols import Loss as Loss
+    from millrace.core.hooks.protocols import Reward as Reward
+    from millrace.core.hooks.protocols import RewardInput as RewardInput
+    from millrace.core.hooks.protocols import RewardResult as RewardResult
+    from millrace.core.hooks.protocols import RewardShaping as RewardShaping
+    from millrace.core.hooks.protocols import TeacherHint as TeacherHint
     from millrace.core.sessions.interface import Done as Done
     from millrace.core.sessions.interface import Environment as Environment
     from millrace.core.sessions.interface import LimitReachedError as LimitReachedError
@@ -65,7 +65,7 @@ _MODULES = {
         "run_python",
     ],
     "millrace.core.config": ["RunConfig"],
-    "millrace.core.hooks.functions": [
+    "millrace.core.hooks.protocols": [
         "Advantage",
         "BufferFilter",
         "BufferedGroup",

@@ -1,1 +1,1 @@
-"""The batch that an iteration trains: its groups, and the sources of their rows."""
+"""How groups become the batch that an iteration trains."""

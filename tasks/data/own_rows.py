@@ -18,7 +18,7 @@ from millrace.core.config import UserFunction
 from millrace.core.config.data import Levels, Source
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, parse_row, refuse
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks.functions import cleaned, failure_of, load_function
+from millrace.core.hooks.loading import cleaned, failure_of, load_function
 
 TIMEOUT_S = 600.0  # for the function itself, and for the rows of a draw
 SAMPLED = 64  # rows of each level in a fingerprint, spread evenly

@@ -1,1 +1,1 @@
-"""Content of a run's pages: texts, tables and pictures, made from metrics. Sends nothing."""
+"""What a run shows of an iteration: its page, tables and pictures."""

@@ -1,6 +1,6 @@
 """Output for users: the curves in trackers, and the artifacts and log on Prefect's pages.
 
-Owns their names and when they are sent; tasks/pages makes their content. Artifact keys carry the run's identity, so each run
+Owns their names and when they are sent; tasks/reporting makes their content. Artifact keys carry the run's identity, so each run
 has its own artifacts, also beside one of its name under another storage root. Iterations count from 1.
 """
 
@@ -31,7 +31,7 @@ from millrace.core.accounts.account import Account
 from millrace.core.config.plan.retention import due
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
-from millrace.core.evaluation_names import evaluation_metrics, held_out_metrics
+from millrace.core.evaluation import evaluation_metrics, held_out_metrics
 from millrace.core.tracker import run_tags
 from millrace.tasks.context import IterationContext
 from millrace.tasks.reporting.pictures import curves_png, drawn

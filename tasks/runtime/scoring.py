@@ -15,8 +15,8 @@ from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.progress import starting
 from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
+from millrace.core.hooks.reward_selection import Selected, own_rewards, select
 from millrace.core.rewards.scoring import hint_of, score_group, score_sample
-from millrace.core.rewards.selection import Selected, own_rewards, select
 from millrace.tasks.scoring.scoring_batches import Item, ScoringBatches
 
 log = logging.getLogger(__name__)

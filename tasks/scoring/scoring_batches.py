@@ -13,8 +13,8 @@ from functools import partial
 
 from millrace.connectors.user_code.pool import Outcome, WorkerPool
 from millrace.core.contracts.sample import Scorable
+from millrace.core.hooks.reward_selection import Selected
 from millrace.core.rewards.scoring import score_side_by_side
-from millrace.core.rewards.selection import Selected
 
 GRACE_S = 5.0  # time that a batch has beyond the deadline of its samples
 

@@ -40,7 +40,7 @@ from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import FileRecord, RewardRecord, RolloutRecord
 from millrace.core.contracts.topics import Evaluation
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError, only_first_error
-from millrace.core.hooks.functions import search_in
+from millrace.core.hooks.loading import search_in
 from millrace.core.plain_text import take_any_text
 from millrace.tasks.batching.deferred_groups import deferred_to
 from millrace.tasks.context import IterationContext

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.connectors.user_code.code_reward import code
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 PATIENT: dict[str, Any] = {"timeout_s": 60, "total_s": 300}

@@ -28,7 +28,7 @@ from millrace.core.families.chat_templates import (
     TemplateRenderer,
     apply_template,
 )
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from tests.house.source import ROOM_FOLDERS
 
 Messages = list[dict[str, Any]]

@@ -14,9 +14,9 @@ from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.filter import Filter
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput
-from millrace.core.hooks.functions import group_filters as filters
+from millrace.core.hooks import group_filters as filters
 from millrace.core.hooks.group_filters import GroupSample, Judgement, judge_group
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.hooks.slime.sample import Sample
 
 

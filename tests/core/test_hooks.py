@@ -10,7 +10,7 @@ import pytest
 
 from millrace.core.config import UserFunction
 from millrace.core.errors import ConfigError, LeaseHeldError, MillraceError, TrainerError
-from millrace.core.hooks.functions import functions as hooks
+from millrace.core.hooks import loading, protocols
 
 SIGNATURES = {
     "rows": "(**options: Any) -> NumberedRows",
@@ -23,17 +23,17 @@ SIGNATURES = {
     "loss": "(batch: TokenBatch, **options: Any) -> tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]",
 }
 FIELDS = {
-    hooks.RewardInput: "prompt response label metadata response_length status messages",
-    hooks.RewardResult: "reward parts answer",
-    hooks.BufferedGroup: "iteration ordinal source age uses reward reward_std",
-    hooks.GroupSample: "sample_id reward scoring response_length truncated parts input",
+    protocols.RewardInput: "prompt response label metadata response_length status messages",
+    protocols.RewardResult: "reward parts answer",
+    protocols.BufferedGroup: "iteration ordinal source age uses reward reward_std",
+    protocols.GroupSample: "sample_id reward scoring response_length truncated parts input",
 }
 
 
 def test_signatures_are_frozen() -> None:
     now = {
         name: str(inspect.signature(hook.__call__)).replace("'", "").replace("(self, ", "(")
-        for name, hook in hooks.HOOKS.items()
+        for name, hook in protocols.HOOKS.items()
     }
     assert now == SIGNATURES
 
@@ -45,7 +45,7 @@ def test_what_hooks_see_is_frozen() -> None:
 def test_load_finds_functions() -> None:
     from millrace.core.rewards.text import exact_match
 
-    assert hooks.load("millrace.core.rewards.text:exact_match") is exact_match
+    assert loading.load("millrace.core.rewards.text:exact_match") is exact_match
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_load_finds_functions() -> None:
 )
 def test_load_refuses_naming_field_path_and_remedy(path: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        hooks.load(path, "reward.function")
+        loading.load(path, "reward.function")
     assert f"reward.function = {path}" in str(caught.value)
 
 
@@ -74,7 +74,7 @@ def test_what_a_function_raises_names_field_and_function(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
     function = UserFunction(function="my_functions:fails", options={"x": 1})
     with pytest.raises(ConfigError, match=r"ZeroDivisionError: \(2,\) \{'x': 1\}") as caught:
-        hooks.call_function(function, "algorithm.loss", 2)
+        loading.call_function(function, "algorithm.loss", 2)
     assert caught.value.where == "algorithm.loss.function = my_functions:fails"
 
 
@@ -93,7 +93,7 @@ def test_an_error_of_millraces_that_a_users_function_raises_is_the_users_and_sho
     function = UserFunction(function="my_functions:refuses", options={"key": "${env:JUDGE}"})
     for error in (MillraceError, TrainerError, LeaseHeldError):
         with pytest.raises(ConfigError) as caught:
-            hooks.call_function(function, "algorithm.loss", error)
+            loading.call_function(function, "algorithm.loss", error)
         assert str(caught.value) == (
             f"algorithm.loss.function = my_functions:refuses: it raised {error.__name__}: "
             "https://host/?api_key=*** the service refuses "
@@ -106,5 +106,5 @@ def test_an_error_of_millraces_that_a_users_function_raises_is_the_users_and_sho
 def test_errors_of_millraces_own_functions_pass(tmp_path: Path) -> None:
     function = UserFunction(function="millrace.connectors.host.recorded_processes:read_record")
     with pytest.raises(MillraceError) as caught:
-        hooks.call_function(function, "run.prepare", tmp_path)
+        loading.call_function(function, "run.prepare", tmp_path)
     assert type(caught.value) is MillraceError

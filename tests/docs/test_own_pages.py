@@ -16,7 +16,7 @@ from millrace.connectors.huggingface.tiny import TOOL_TEMPLATE, build_tiny_model
 from millrace.connectors.storage.prompts import read_source
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
-from millrace.core.hooks.functions import load
+from millrace.core.hooks.loading import load
 from millrace.core.rewards.scoring import score_sample
 from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check import checked as checked_whole

@@ -13,7 +13,7 @@ import yaml
 
 from examples.levels.growing import sums
 from millrace import RewardInput
-from millrace.core.rewards.forms import answer_of, reward_of
+from millrace.core.hooks.reward_forms import answer_of, reward_of
 from millrace.core.rewards.scoring import read_group, read_score
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -60,10 +60,10 @@ NO_CYCLES = {
 }
 OTHER_CONNECTOR = {
     "at the top": "from millrace.connectors.engines.sglang.client import EngineClient",
-    "the package": "from millrace.connectors import sglang",
+    "the package": "from millrace.connectors import engines",
     "inside a function": "def f():\n    import millrace.connectors.engines.sglang.client",
     "for types": "if TYPE_CHECKING:\n    from millrace.connectors.engines.sglang.client import EngineClient",
-    "relative": "from ..sglang import client",
+    "relative": "from ...engines.sglang import client",
 }
 ALLOWED_IMPORT = {
     "its own modules": "from millrace.connectors.trainers.megatron import learner",
@@ -72,7 +72,14 @@ ALLOWED_IMPORT = {
 }
 CONNECTOR_FILES = {
     f"connectors/{name}.py": ""
-    for name in ("__init__", "sglang/__init__", "sglang/client", "storage/__init__", "storage/store")
+    for name in (
+        "__init__",
+        "engines/__init__",
+        "engines/sglang/__init__",
+        "engines/sglang/client",
+        "storage/__init__",
+        "storage/store",
+    )
 } | {"connectors/trainers/megatron/learner.py": "", "core/accounts/ledger.py": ""}
 
 
@@ -95,7 +102,7 @@ def test_a_connector_that_imports_another_is_reported(case: str) -> None:
     files = _files(CONNECTOR_FILES | {"connectors/trainers/megatron/rank.py": OTHER_CONNECTOR[case]})
     (found,) = connector_imports(files)
     assert found.path == "connectors/trainers/megatron/rank.py"
-    assert found.problem.startswith("connectors/megatron imports connectors/sglang")
+    assert found.problem.startswith("connectors/trainers imports connectors/engines")
 
 
 @pytest.mark.parametrize("case", ALLOWED_IMPORT)
@@ -105,7 +112,7 @@ def test_a_connector_may_import_its_own_modules_storage_and_core(case: str) -> N
 
 
 def test_tasks_may_import_several_connectors() -> None:
-    files = _files(CONNECTOR_FILES | {"tasks/x.py": "from millrace.connectors import sglang, storage"})
+    files = _files(CONNECTOR_FILES | {"tasks/x.py": "from millrace.connectors import engines, storage"})
     assert not list(connector_imports(files))
 
 

@@ -132,7 +132,7 @@ ROWS = {
     "connectors/user_code/session_server.py": {"asyncio.shield(answer)": SESSION},
     "connectors/user_code/session_worker.py": {"await future": SESSION, "reader.readline": SERVER},
     "core/families/chat_templates.py": {"with self._lock": HELD},
-    "core/rewards/forms.py": {"await answer": REWARD},
+    "core/hooks/reward_forms.py": {"await answer": REWARD},
     "core/rewards/tournament/group_reward.py": {"async with limit": REWARD, "await answer": REWARD},
     "core/sessions/forms.py": {"await closing": SESSION, "await outcome": SESSION},
     "core/hooks/slime/generate.py": {"asyncio.shield(known)": SESSION, "await made": SESSION},

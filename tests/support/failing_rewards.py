@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 
 
 def fussy(sample: RewardInput, *, corrected: bool = False) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.sessions.interface import Session
 
 ODD = "half \ud83d, byte \udcff, nul \0, escape \x1b[2J"

@@ -78,7 +78,7 @@ ROWS: dict[str, Row] = {
         *_under("rollout.session.function", FUNCTION),
         *_under("rollout.session.environment", FUNCTION),
     ),
-    **_branch("core/sessions/selection.py", *_under("rollout.session.named.0", f"{FUNCTION} name")),
+    **_branch("core/hooks/rollout_selection.py", *_under("rollout.session.named.0", f"{FUNCTION} name")),
     **_branch("core/sessions/tools.py", *_under("rollout.session.tools.0", "function options name")),
     **_branch(
         "connectors/user_code/mcp_server.py",
@@ -104,9 +104,9 @@ ROWS: dict[str, Row] = {
     **_any_start("tasks/generation/answers.py", "rollout.flush_tokens"),
     **_any_start("connectors/engines/sglang/fleet.py", *_under("rollout", "progress_timeout_s attempts")),
     **_branch("tasks/runtime/scoring.py", *_under("reward", f"{FUNCTION} group")),
-    **_branch("core/rewards/selection.py", *_under("reward.named.0", f"{FUNCTION} group name")),
-    **_branch("core/rewards/selection.py", *_under("data.sources.0.reward", f"{FUNCTION} group")),
-    **_branch("core/rewards/selection.py", *_under("evaluation.sets.0.reward", f"{FUNCTION} group")),
+    **_branch("core/hooks/reward_selection.py", *_under("reward.named.0", f"{FUNCTION} group name")),
+    **_branch("core/hooks/reward_selection.py", *_under("data.sources.0.reward", f"{FUNCTION} group")),
+    **_branch("core/hooks/reward_selection.py", *_under("evaluation.sets.0.reward", f"{FUNCTION} group")),
     **_any_start(
         "tasks/runtime/scoring.py", *_under("reward", "workers concurrency timeout_s memory_mb max_processes")
     ),

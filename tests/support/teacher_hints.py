@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 
 
 def label_of(sample: RewardInput, *, text: str = "The answer is") -> str | None:

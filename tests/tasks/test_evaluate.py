@@ -17,9 +17,9 @@ from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import Scorable
 from millrace.core.errors import BudgetError
-from millrace.core.evaluation_names import evaluation_metrics
+from millrace.core.evaluation import evaluation_metrics
+from millrace.core.hooks.reward_selection import Selected
 from millrace.core.rewards.scoring import score_sample
-from millrace.core.rewards.selection import Selected
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.prompt_dataset import PromptSet
 from millrace.tasks.data.rows import UsablePrompt

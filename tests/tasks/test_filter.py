@@ -15,8 +15,8 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
 from millrace.core.contracts.task_records import FilterRecord
 from millrace.core.errors import BudgetError
-from millrace.core.hooks.functions import GroupSample
 from millrace.core.hooks.group_filters import KINDS
+from millrace.core.hooks.protocols import GroupSample
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.publish import _filter_metrics

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.evaluation_names import evaluation_metrics
+from millrace.core.evaluation import evaluation_metrics
 from millrace.core.tracker import Tracker
 from millrace.tasks.context import IterationContext
 from millrace.tasks.reporting import report

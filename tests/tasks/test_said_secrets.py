@@ -23,9 +23,9 @@ from millrace.core.config.rollout import McpServer, Session
 from millrace.core.config.secret_rules import is_replaced
 from millrace.core.contracts.rows.prompts import Quarantined
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks.functions import call_function
 from millrace.core.hooks.group_filters import GroupSample, judge_group
-from millrace.core.rewards.selection import Selected
+from millrace.core.hooks.loading import call_function
+from millrace.core.hooks.reward_selection import Selected
 from millrace.core.sessions.interface import Task
 from millrace.tasks.data.own_rows import OwnRows
 from millrace.tasks.runtime.scoring import Scoring

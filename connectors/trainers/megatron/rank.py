@@ -23,7 +23,7 @@ from millrace.connectors.trainers.megatron.rank_weights import RankWeights
 from millrace.connectors.trainers.megatron.refusals import check_loss, check_rows
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
-from millrace.core.hooks.functions import search_in
+from millrace.core.hooks.loading import search_in
 from millrace.core.replay import (
     check_trainer_fits,
     numbers_of,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from millrace.core.hooks.functions import GroupSample
+from millrace.core.hooks.protocols import GroupSample
 from millrace.core.hooks.slime.reward import ReadSample, read_sample
 from millrace.core.hooks.slime.sample import Arguments, DynamicFilterOutput
 

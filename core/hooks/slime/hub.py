@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.hooks.slime.names import load_function
 from millrace.core.hooks.slime.sample import Sample, post
 from millrace.core.rewards.hub.dapo import ANSWER, READ, READ_STRICTLY

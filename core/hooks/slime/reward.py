@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.hooks.slime.arguments import OF_SCORING
 from millrace.core.hooks.slime.reward_key import under_reward
 from millrace.core.hooks.slime.sample import Arguments, Sample, SlimeStatus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.math import boxed_answer, judged, last_boxed
 from millrace.core.rewards.text import label_text
 

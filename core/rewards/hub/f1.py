@@ -6,7 +6,7 @@ import re
 import string
 from collections import Counter
 
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")

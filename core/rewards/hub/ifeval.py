@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.hub.instructions import (
     answer_of,
     check_score,

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput, RewardResult
-from millrace.core.rewards.forms import bound
+from millrace.core.hooks.protocols import RewardInput, RewardResult
+from millrace.core.hooks.reward_forms import bound
 from millrace.core.rewards.tournament.schemes import SCHEMES, Pair
 
 WHERE = "reward.options"

@@ -20,9 +20,9 @@ from millrace.core.config.rollout import Sampling, Session
 from millrace.core.contracts.ids import branch_id
 from millrace.core.contracts.sample import Figures, Status, Texts, split_parts
 from millrace.core.contracts.turns import TurnRow
-from millrace.core.hooks.functions import written_for_slime
+from millrace.core.hooks.loading import written_for_slime
+from millrace.core.hooks.rollout_selection import rollout_functions
 from millrace.core.plain_text import json_text
-from millrace.core.sessions.selection import rollout_functions
 from millrace.core.sessions.tree import Branch, BranchReward, inherited
 from millrace.core.sharding import WHOLE, Share
 from millrace.tasks.generation.sessions.rollout_record import RolloutRecord

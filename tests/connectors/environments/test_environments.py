@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from tests.connectors.environments.conftest import Play
 from tests.support.doc_commands import blocks
 

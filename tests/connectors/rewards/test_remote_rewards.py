@@ -13,7 +13,7 @@ from millrace.connectors.rewards.judge import judge
 from millrace.connectors.rewards.pairwise_judge import pairwise_judge
 from millrace.connectors.user_code.pool import WorkerPool
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.rewards.scoring import score_sample
 from tests.support.reward_server import RewardServer, reward_server
 

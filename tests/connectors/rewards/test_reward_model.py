@@ -16,7 +16,7 @@ from millrace.connectors.http.posting import RefusedError, UnreadableError
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.rewards.reward_model import reward_model
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from tests.support.loopback import listening
 
 SAMPLE = RewardInput(prompt="1+1=", response="2")

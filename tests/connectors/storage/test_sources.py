@@ -17,7 +17,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config.data import Source
 from millrace.core.contracts.rows.prompts import PromptRow, source_changes
 from millrace.core.errors import DataError
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.rewards.scoring import score_sample
 
 BAD = {

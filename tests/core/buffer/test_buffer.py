@@ -16,7 +16,7 @@ from millrace.core.accounts.ledger import Ledger
 from millrace.core.config.rollout import Buffer as Settings
 from millrace.core.contracts.sample import Verdict
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import BufferedGroup
+from millrace.core.hooks.protocols import BufferedGroup
 
 SOURCES = {"a": (1.0, 5), "b": (2.0, 7)}
 VERDICTS: list[Verdict] = ["kept", "kept", "kept", "dropped", "returned"]

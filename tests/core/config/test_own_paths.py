@@ -14,7 +14,7 @@ from millrace.core.config.reading.findings import all_fields
 from millrace.core.config.reading.load import load_config
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import hidden_module, load, search_in
+from millrace.core.hooks.loading import hidden_module, load, search_in
 from tests.support.configuration_page import page
 
 READS = {

@@ -23,7 +23,7 @@ from millrace.core.config.reading.overrides import apply
 from millrace.core.config.secret_rules import is_replaced
 from millrace.core.contracts.references import blocks, pass_on, references, resolved, scrubbed, variables
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import functions as hooks
+from millrace.core.hooks import loading as hooks
 from millrace.core.rewards.scoring import score_sample
 from tests.support.secret_places import PLACES, Place, path
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jsonschema import SchemaError
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.rewards.hub.dapo import dapo
 from millrace.core.rewards.hub.deepscaler import deepscaler
 from millrace.core.rewards.hub.f1 import f1

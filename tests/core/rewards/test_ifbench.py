@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.hub.ifbench import NLTK_DATA, ifbench
 
 INSTALLED = importlib.util.find_spec("if_verifiable") is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.hub.ifeval import ifeval
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from millrace.core.evaluation import Answer, majority
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards import format, text
 from millrace.core.rewards.code.answer import last_code_block
 from millrace.core.rewards.hub.dapo import dapo

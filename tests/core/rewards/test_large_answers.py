@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.connectors.user_code.pool import WorkerPool
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.rewards.number import arithmetic
 from tests.support import worker_functions as work
 

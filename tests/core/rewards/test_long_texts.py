@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import millrace
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.hub import ifbench, ifeval
 from millrace.core.rewards.hub.instructions import LONGEST, SCORES, answer_of, follows_nothing
 from millrace.core.rewards.math import equal

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.core.hooks.functions import RewardInput
+from millrace.core.hooks.protocols import RewardInput
 from millrace.core.rewards.math import answer_of, equal, last_boxed, math
 from millrace.core.rewards.symbolic import _limit, _OutOfTime
 

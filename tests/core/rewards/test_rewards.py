@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards import format, math, number, scoring, text
 from millrace.core.rewards.hub.dapo import dapo
 from millrace.core.rewards.hub.deepscaler import deepscaler
@@ -262,5 +262,5 @@ def test_scoring_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, millrace.core.rewards.scoring, millrace.core.rewards.format, millrace.core.hooks.group_filters, millrace.core.hooks.functions; assert 'torch' not in sys.modules"
+    code = "import sys, millrace.core.rewards.scoring, millrace.core.rewards.format, millrace.core.hooks.group_filters, millrace.core.hooks.loading; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,7 @@ import pytest
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
 from millrace.core.errors import ConfigError
-from millrace.core.rewards.selection import UnknownRewardError, all_rewards, own_rewards, select
+from millrace.core.hooks.reward_selection import UnknownRewardError, all_rewards, own_rewards, select
 
 TEXT = """
 run: {name: a}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import RewardInput, RewardResult
+from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.scoring import score_group
 from millrace.core.rewards.tournament.group_reward import tournament
 from millrace.core.rewards.tournament.schemes import SCHEMES, Pair, Standing, bracket_places

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.core.config.rollout import Session
-from millrace.core.sessions.selection import UnknownRolloutError, rollout_function
+from millrace.core.hooks.rollout_selection import UnknownRolloutError, rollout_function
 
 NAMED = [{"name": "debate", "function": "mine:debate"}]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.core.hooks.functions.slime import hub, names
+from millrace.core.hooks.slime import hub, names
 from millrace.core.hooks.slime.sample import Sample
 
 PAGES = (Path(__file__).with_name("slime_names.txt")).read_text().split()

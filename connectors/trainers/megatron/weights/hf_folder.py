@@ -1,6 +1,6 @@
 """Hugging Face checkpoint folders: read into this rank's shards, and written from them.
 
-Owns that shards are read lazily, and that a reader never sees a half-written export. `model_folder` decides which tensors a
+Owns that shards are read lazily, and that a reader never sees a half-written export. `core.families` decides which tensors a
 folder must hold.
 """
 

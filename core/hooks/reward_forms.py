@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.functions import load, written_for_slime
+from millrace.core.hooks.loading import load, written_for_slime
 from millrace.core.hooks.slime.reward import SlimeReward
 
 _made: dict[tuple[str, str], Callable[..., Any]] = {}  # instances of classes
