@@ -13,10 +13,9 @@ from typing import Any
 from prefect import Task, flow
 
 from millrace.core.config import RunConfig
-from millrace.core.config.plan.periodic import evaluates_after
-from millrace.core.config.plan.retention import due
 from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.core.errors import ConfigError, only_first_error
+from millrace.core.periodic import due, evaluates_after
 from millrace.flows.driver.ahead_guard import lower_ahead
 from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage

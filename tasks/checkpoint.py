@@ -18,11 +18,10 @@ from millrace.connectors.storage.checkpoint_files import unfinished_checkpoints
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.config.plan.periodic import exports_after, saves_after
-from millrace.core.config.plan.retention import checkpoints_to_drop
 from millrace.core.contracts.task_records import CheckpointRecord, EvaluateRecord, FileRecord, HeldOutRecord
 from millrace.core.evaluation import LOWEST_IS_BEST, evaluation_metrics, held_out_metrics
 from millrace.core.families.served_files import Served
+from millrace.core.periodic import checkpoints_to_drop, exports_after, saves_after
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help

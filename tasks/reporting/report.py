@@ -28,10 +28,10 @@ from millrace.connectors.mlflow.tracker import is_server
 from millrace.connectors.prefect.run_page import RunPage
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.accounts.account import Account
-from millrace.core.config.plan.retention import due
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.evaluation import evaluation_metrics, held_out_metrics
+from millrace.core.periodic import due
 from millrace.core.tracker import run_tags
 from millrace.tasks.context import IterationContext
 from millrace.tasks.reporting.pictures import curves_png, drawn

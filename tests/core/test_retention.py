@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.config.plan.retention import checkpoints_to_drop
+from millrace.core.periodic import checkpoints_to_drop
 
 
 @pytest.mark.parametrize(

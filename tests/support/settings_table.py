@@ -182,7 +182,7 @@ ROWS: dict[str, Row] = {
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
     **_any_start("tasks/sync_weights.py", "sync.max_prompt_gap"),
     **_any_start("tasks/checkpoint.py", *_under("checkpoint", "keep_last keep_every keep_best")),
-    **_any_start("core/config/plan/periodic.py", *_under("checkpoint", "every export_every export_last")),
+    **_any_start("core/periodic.py", *_under("checkpoint", "every export_every export_last")),
     **_any_start(
         "tasks/evaluate.py",
         *_under(
@@ -192,7 +192,7 @@ ROWS: dict[str, Row] = {
         ),
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),
-    **_any_start("core/config/plan/periodic.py", "evaluation.every"),
+    **_any_start("core/periodic.py", "evaluation.every"),
     **_any_start("core/config/run_config.py", "checkpoint.background", "evaluation.background"),
     **_any_start("tasks/runtime/tracking.py", *_under("tracking", "trackers uri system_metrics")),
     **_any_start("tasks/reporting/report.py", "tracking.samples"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.config.plan.periodic import evaluates_after
+from millrace.core.periodic import evaluates_after
 
 SETS = {"sets": [{"name": "held_out", "path": "held_out.jsonl"}]}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millrace.core.config.plan.periodic import exports_after, saves_after
-from millrace.core.config.plan.retention import checkpoints_to_drop, due
 from millrace.core.config.run_config import RunConfig
+from millrace.core.periodic import checkpoints_to_drop, due, exports_after, saves_after
 
 
 @dataclass(frozen=True)
