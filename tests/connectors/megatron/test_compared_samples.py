@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.core.logprob_gap import LogprobGuard
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import (
     Group,
     RankFailedError,
@@ -74,7 +75,7 @@ def test_a_sample_of_a_later_step_is_refused_before_the_first_update(
         compare(group, tmp_path)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "pipeline"))
 def test_every_layout_compares_all_samples(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, layout: str
 ) -> None:

@@ -35,6 +35,7 @@ from millrace.core.families.config_keys import (
     READ_UNDECLARED,
     ROTARY,
 )
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 CLOSE = 1e-5
@@ -282,7 +283,7 @@ def other_values(key: str, current: Any) -> list[Any]:
     return [True, False, 1, 0.5, "other", None]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_moe"))
 def test_each_key_changed_in_turn(
     model: Callable[..., Path], scorer: Callable[[str, Path], torch.Tensor], family: str
 ) -> None:

@@ -15,6 +15,7 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.contracts.rows.chat_options import ChatOptions
 from millrace.core.contracts.rows.trained_messages import trained_messages
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -94,7 +95,7 @@ def written(folder: Path) -> str:
     return write_batch(folder, rows)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "data", "context"])
+@pytest.mark.parametrize("layout", slow_but(["one rank", "data", "context"], "one rank", "context"))
 def test_a_step_on_packed_dialogues_is_that_of_transformers(
     workers: Workers, folder: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -115,7 +116,7 @@ def test_a_step_on_packed_dialogues_is_that_of_transformers(
         assert after == pytest.approx([each.item() for each in plain_losses(model)], rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one rank", "pipeline"))
 def test_held_out_losses_are_those_of_transformers_and_change_nothing(
     workers: Workers, folder: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.model import Weights
 from millrace.connectors.engines.sglang.launch import embedded_command, sglang_command
 from millrace.core.config import RunConfig
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
 
 BOUNDS = {
@@ -107,8 +109,12 @@ def batches(tmp_path: Path) -> str:
     return str(tmp_path / "{}" / "batch.parquet")
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("checkpoint", STORED)
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"),
+    slow_but(
+        product(STORED, BOUNDS), ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")
+    ),
+)
 def test_engine_and_trainer_agree_before_and_after_each_way_of_sync(
     workers: Workers, stored: dict[str, Path], batches: str, tmp_path: Path, checkpoint: str, dtype: str
 ) -> None:

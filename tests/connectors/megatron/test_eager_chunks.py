@@ -10,6 +10,7 @@ import pytest
 
 from millrace.connectors.storage.store import Store
 from millrace.core.logprob_gap import LogprobGuard
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 COUNTS = [8, 4, 4]  # rows of each chunk: two groups, and one twice
@@ -106,7 +107,7 @@ def plain(workers: Workers, place: Place, config: dict[str, Any]) -> tuple[list[
         return figures(steps), group.run(weights)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one", "tp2 and sequence"))
 def test_a_step_in_chunks_is_the_plain_step_however_many_chunks_are_early(
     workers: Workers, place: Place, model: Callable[..., Path], layout: str
 ) -> None:
@@ -120,7 +121,7 @@ def test_a_step_in_chunks_is_the_plain_step_however_many_chunks_are_early(
         assert_near(one, other)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", slow_but(ALGORITHMS, "token_mean", "gspo", "reference", "rollout"))
 def test_every_loss_that_is_served_has_the_denominator_of_the_whole_batch(
     workers: Workers, place: Place, model: Callable[..., Path], name: str
 ) -> None:
@@ -153,7 +154,7 @@ def fail_before_agreeing(rank: Any) -> None:
         rank.chunks.drop()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", slow_but([1, 2], 1))
 def test_what_is_held_is_not_passed_again_and_counts_only_for_the_rows_of_the_batch(
     workers: Workers, place: Place, model: Callable[..., Path], tmp_path: Path, world: int
 ) -> None:

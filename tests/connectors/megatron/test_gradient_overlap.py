@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -92,7 +93,7 @@ def steps(group: Any, urls: list[str], *before: Callable[[Any], Any]) -> tuple[l
     return [(one["loss"], one["grad_norm"]) for one in figures], group.run(weights)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "dense", "experts"))
 def test_weights_are_bit_equal_with_and_without_overlap(
     name: str, workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
 ) -> None:
@@ -109,7 +110,7 @@ def test_weights_are_bit_equal_with_and_without_overlap(
             assert not any(none)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_but([False, True], False))
 def test_a_gradient_that_goes_by_autograd_is_reduced_too(
     tied: bool, workers: Workers, model: Callable[..., Path], batch: str
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from tests.connectors.megatron.test_parity import policy_loss
 from tests.support.plain_trainer import Plain
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Workers, configuration, samples
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1, 2], 2))
 @pytest.mark.parametrize("form", ["plain", pytest.param("interpreted", marks=NEEDS_TRITON)])
 def test_values_and_gradients_are_those_of_float64(form: str, ranks: int) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -42,8 +44,10 @@ def test_values_and_gradients_are_those_of_float64(form: str, ranks: int) -> Non
     assert len(done.stdout.splitlines()) == (6 if form == "interpreted" else 12) * ranks
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    slow_but(product(LAYOUTS, [False, True]), ("one rank", False), ("tensor", False), ("pipeline", True)),
+)
 def test_steps_of_a_large_vocabulary_are_those_of_plain_torch(
     workers: Workers, model: Callable[..., Path], batch: str, layout: str, tied: bool
 ) -> None:

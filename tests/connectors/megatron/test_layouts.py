@@ -31,6 +31,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "tensor, sequence, expert and data of four": {"parallel": {"tensor": 2, "sequence": True, "expert": 2}},
     "pipeline": {"parallel": {"pipeline": 2}},
 }
+SOME = ("one rank", "tensor and sequence", "pipeline", "data", "context")  # others are slow
+SOME_OF_EXPERTS = ("one rank", "tensor, sequence and expert", "pipeline")
 FIGURES = ("loss", "grad_norm", "kl", "entropy", "logprob_gap_mean", "logprob_gap_max")
 
 
@@ -45,16 +47,20 @@ def figures(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
 ALGORITHM = {"kl_coef": 0.1, "entropy_coef": 0.01, "preset": "grpo"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])
 def reached(
-    workers: Workers, model: Callable[..., Path], batch: str, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    workers: Workers,
+    model: Callable[..., Path],
+    batch: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """Of every layout: three steps, the same steps again from a checkpoint, and the steps on from another's."""
     found: dict[str, Any] = {}
     folder = tmp_path_factory.mktemp("checkpoints")
-    for name, changes in LAYOUTS.items():
+    for name in SOME if request.param == "some" else LAYOUTS:
         world = world_of(name)
-        with workers.group(configuration(model(), world, algorithm=ALGORITHM, **changes)) as group:
+        with workers.group(configuration(model(), world, algorithm=ALGORITHM, **LAYOUTS[name])) as group:
             group.call("save", f"{folder}/{name}/0")
             first = group.train([1], batch.format(1)) + group.train([2], batch.format(2))
             group.call("save", f"{folder}/{name}/2")
@@ -70,39 +76,39 @@ def reached(
     return found
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one rank"])
-def test_losses_and_gradient_norms_are_those_of_one_rank(reached: dict[str, Any], layout: str) -> None:
-    for mine, alone in zip(
-        figures(reached[layout]["steps"]), figures(reached["one rank"]["steps"]), strict=True
-    ):
-        assert mine == pytest.approx(alone, rel=1e-5, abs=1e-5)
+def test_losses_and_gradient_norms_are_those_of_one_rank(reached: dict[str, Any]) -> None:
+    for layout, found in reached.items():
+        for mine, alone in zip(figures(found["steps"]), figures(reached["one rank"]["steps"]), strict=True):
+            assert mine == pytest.approx(alone, rel=1e-5, abs=1e-5), layout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_repeated_at_the_same_layout_from_a_checkpoint_every_figure_is_bit_equal(
-    reached: dict[str, Any], layout: str
+    reached: dict[str, Any],
 ) -> None:
-    assert figures(reached[layout]["again"]) == figures(reached[layout]["steps"])
+    for layout, found in reached.items():
+        assert figures(found["again"]) == figures(found["steps"]), layout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_of_any_other_layout_goes_on_as_if_it_were_ones_own(
-    reached: dict[str, Any], layout: str
-) -> None:
-    own = figures(reached[layout]["steps"])[2]
-    for resumed in reached[layout]["resumed"].values():
-        assert figures([resumed])[0] == pytest.approx(own, rel=1e-5, abs=1e-5)
+def test_a_checkpoint_of_any_other_layout_goes_on_as_if_it_were_ones_own(reached: dict[str, Any]) -> None:
+    for layout, found in reached.items():
+        own = figures(found["steps"])[2]
+        for other, resumed in found["resumed"].items():
+            assert figures([resumed])[0] == pytest.approx(own, rel=1e-5, abs=1e-5), (layout, other)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])
 def reached_by_experts(
-    workers: Workers, model: Callable[..., Path], batch: str, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    workers: Workers,
+    model: Callable[..., Path],
+    batch: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """Three steps of a mixture of experts in every layout, and the last from a checkpoint."""
     found: dict[str, Any] = {}
     folder = tmp_path_factory.mktemp("checkpoints")
-    for name, changes in EXPERTS.items():
-        with workers.group(configuration(model("qwen3_moe"), world_of(name), **changes)) as group:
+    for name in SOME_OF_EXPERTS if request.param == "some" else EXPERTS:
+        with workers.group(configuration(model("qwen3_moe"), world_of(name), **EXPERTS[name])) as group:
             steps = [group.train([step], batch.format(step))[0] for step in (1, 2)]
             group.call("save", f"{folder}/{name}")
             steps += group.train([3], batch.format(3))
@@ -111,21 +117,16 @@ def reached_by_experts(
     return found
 
 
-@pytest.mark.parametrize("layout", [name for name in EXPERTS if name != "one rank"])
-def test_a_mixture_of_experts_makes_the_steps_of_one_rank(
-    reached_by_experts: dict[str, Any], layout: str
-) -> None:
-    for mine, alone in zip(
-        reached_by_experts[layout]["steps"], reached_by_experts["one rank"]["steps"], strict=True
-    ):
-        for figure in ("loss", "grad_norm", "logprob_gap_mean"):
-            assert mine[figure] == pytest.approx(alone[figure], rel=1e-5, abs=1e-5)
+def test_a_mixture_of_experts_makes_the_steps_of_one_rank(reached_by_experts: dict[str, Any]) -> None:
+    for layout, found in reached_by_experts.items():
+        for mine, alone in zip(found["steps"], reached_by_experts["one rank"]["steps"], strict=True):
+            for figure in ("loss", "grad_norm", "logprob_gap_mean"):
+                assert mine[figure] == pytest.approx(alone[figure], rel=1e-5, abs=1e-5), layout
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
 def test_a_mixture_of_experts_goes_on_from_its_checkpoint_bit_equal(
-    reached_by_experts: dict[str, Any], layout: str
+    reached_by_experts: dict[str, Any],
 ) -> None:
-    found = reached_by_experts[layout]
-    for figure in ("loss", "grad_norm", "logprob_gap_mean"):
-        assert found["again"][figure] == found["steps"][2][figure]
+    for layout, found in reached_by_experts.items():
+        for figure in ("loss", "grad_norm", "logprob_gap_mean"):
+            assert found["again"][figure] == found["steps"][2][figure], layout

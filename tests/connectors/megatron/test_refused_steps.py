@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from millrace.core.config.trainer import Parallel
 from millrace.core.logprob_gap import LogprobGuard
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -44,8 +46,15 @@ def iteration(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return good, write_batch(folder / "bad", rows)
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("layout", LAYOUTS)
+# every layout and every model beside the policy once
+@pytest.mark.parametrize(
+    ("layout", "beside"),
+    slow_but(
+        product(LAYOUTS, BESIDE),
+        *[("one", beside) for beside in BESIDE],
+        *[("dp2", "teacher"), ("tp2 and sequence", "critic"), ("pp2", "reference"), ("cp2", "critic")],
+    ),
+)
 def test_a_refused_step_is_then_made_as_if_it_had_not_been_tried(
     workers: Workers,
     model: Callable[..., Path],

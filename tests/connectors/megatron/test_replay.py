@@ -20,6 +20,7 @@ from millrace.core.errors import CorruptFileError, ReplayedStepError
 from millrace.core.replay import with_settings
 from millrace.tasks.run_recorded import _lasts
 from millrace.tasks.runtime.trainer import bring_up
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 SCHEDULE = {"kind": "linear"}
@@ -109,7 +110,9 @@ def test_a_run_that_is_extended_before_its_first_checkpoint_makes_its_steps_agai
     assert last["weights"] == [trained]
 
 
-@pytest.mark.parametrize(("name", "factor"), [("loss", 1 + 1e-12), ("grad_norm", 1 + 1e-12)])
+@pytest.mark.parametrize(
+    ("name", "factor"), slow_but([("loss", 1 + 1e-12), ("grad_norm", 1 + 1e-12)], ("loss", 1 + 1e-12))
+)
 def test_a_figure_that_differs_in_its_last_bits_stops_the_replay_naming_iteration_and_step(
     workers: Workers, run: tuple[RunFolder, dict[str, Any], bytes], tmp_path: Path, name: str, factor: float
 ) -> None:

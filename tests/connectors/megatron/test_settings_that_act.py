@@ -11,6 +11,7 @@ import torch
 
 from tests.connectors.megatron.test_schedule import of_megatron
 from tests.support.settings_table import TRAINED
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import (
     Group,
     RankFailedError,
@@ -102,7 +103,7 @@ def saved(
     return {kind: f"{folder}/{kind}" for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "sharded", "bfloat16"))
 def test_after_a_load_the_optimizer_has_the_numbers_of_the_configuration_and_the_moments_of_the_checkpoint(
     workers: Workers, model: Callable[..., Path], batch: str, saved: dict[str, str], kind: str
 ) -> None:
@@ -135,7 +136,7 @@ def test_after_a_load_the_schedule_is_the_configurations_at_the_checkpoints_step
     assert rates == of_megatron("cosine", 3, 1e-4, steps=6)[2:]
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("kind", slow_but(["linear", "cosine"], "cosine"))
 def test_a_run_extended_from_two_to_four_iterations_trains_at_the_rates_of_four(
     workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, kind: str
 ) -> None:

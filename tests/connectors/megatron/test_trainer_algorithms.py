@@ -18,6 +18,7 @@ from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.config.algorithm.teacher import TeacherServer
 from tests.support.engine_process import embedded_engine
 from tests.support.plain_trainer import PlainLearner, scored
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 CRITIC = {"lr": 1e-3, "clip": 0.05}
@@ -54,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} 
     "overlong gae": {"preset": "ppo", "overlong": {"buffer_tokens": 12}, "advantage": {"critic": CRITIC}},
     "gspo, whitened": {"preset": "gspo", "whiten": True},
 }
+TENSOR = [pytest.param({}, id="one rank"), pytest.param({"parallel": {"tensor": 2}}, id="tensor")]
+PIPELINE = [pytest.param({}, id="data"), pytest.param({"parallel": {"pipeline": 2}}, id="pipeline")]
 FIGURES = ("loss", "grad_norm", "kl", "value_loss", "critic_grad_norm", "advantage_mean", "return_mean")
 
 
@@ -91,7 +94,18 @@ def assert_steps_of(plain: PlainLearner, iteration: list[dict[str, Any]], ours: 
             assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
 
 
-@pytest.mark.parametrize("name", CASES)
+# all presets, and of the other cases those with a part of their own
+QUICK = (
+    *PRESETS,
+    "ppo",
+    "ppo, adaptive KL",
+    "grpo, moving reference",
+    "grpo, whitened, recomputed",
+    "grpo with a teacher",
+)
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
 def test_steps_are_those_of_plain_models_and_the_pure_functions(
     workers: Workers,
     model: Callable[..., Path],
@@ -122,7 +136,7 @@ def perturbed(folder: Path, target: Path) -> str:
 
 
 @pytest.mark.parametrize("updates", [None, 2])
-@pytest.mark.parametrize("layout", [{}, {"parallel": {"tensor": 2}}], ids=["one rank", "tensor"])
+@pytest.mark.parametrize("layout", slow_but(TENSOR, "one rank"))
 def test_a_folder_may_be_the_reference_and_the_policy_starts_from_its_own(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, updates: int | None, layout: dict[str, Any]
 ) -> None:
@@ -197,7 +211,7 @@ def test_several_steps_an_iteration_take_values_and_advantages_from_before_it(
     assert_steps_of(plain, iteration, ours)
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel": {"pipeline": 2}}], ids=["data", "pipeline"])
+@pytest.mark.parametrize("layout", slow_but(PIPELINE, "data"))
 def test_later_passes_keep_values_and_advantages_from_before_the_first(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -212,7 +226,9 @@ def test_later_passes_keep_values_and_advantages_from_before_the_first(
     assert_steps_of(PlainLearner(model(), config), iteration, ours)
 
 
-@pytest.mark.parametrize("name", ["grpo, moving reference", "ppo, adaptive KL"])
+@pytest.mark.parametrize(
+    "name", slow_but(["grpo, moving reference", "ppo, adaptive KL"], "grpo, moving reference")
+)
 def test_a_reference_that_moves_between_passes_is_asked_again(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
@@ -226,7 +242,7 @@ def test_a_reference_that_moves_between_passes_is_asked_again(
     assert_steps_of(PlainLearner(model(), config), iteration, ours)
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel": {"pipeline": 2}}], ids=["data", "pipeline"])
+@pytest.mark.parametrize("layout", slow_but(PIPELINE, "data"))
 def test_whitening_keeps_what_tells_the_steps_of_an_iteration_apart(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -298,7 +314,9 @@ def state(rank: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ppo, adaptive KL", "grpo, moving reference", "ppo, critic first"])
+@pytest.mark.parametrize(
+    "name", slow_but(["ppo, adaptive KL", "grpo, moving reference", "ppo, critic first"], "ppo, adaptive KL")
+)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -407,8 +425,18 @@ def test_samples_without_advantages_are_refused_where_the_estimator_needs_them(
         assert group.train([1], none)[0]["version"] == 1
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel": {"tensor": 2}}], ids=["one rank", "tensor"])
-@pytest.mark.parametrize("algorithm", [{"preset": "opd"}, {"distillation_coef": 0.5}], ids=["opd", "grpo"])
+@pytest.mark.parametrize(
+    ("algorithm", "layout"),
+    slow_but(
+        [
+            pytest.param({"preset": "opd"}, {}, id="opd"),
+            pytest.param({"preset": "opd"}, {"parallel": {"tensor": 2}}, id="opd-tensor"),
+            pytest.param({"distillation_coef": 0.5}, {}, id="grpo"),
+            pytest.param({"distillation_coef": 0.5}, {"parallel": {"tensor": 2}}, id="grpo-tensor"),
+        ],
+        "opd",
+    ),
+)
 def test_a_served_teacher_teaches_what_the_same_weights_in_the_ranks_teach(
     workers: Workers,
     model: Callable[..., Path],

@@ -11,6 +11,7 @@ import torch
 
 from millrace.core.config.trainer import Parallel
 from millrace.core.logprob_gap import MULTIPLE, LogprobGuard
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import (
     Group,
     RankFailedError,
@@ -112,7 +113,10 @@ def test_every_way_to_cut_the_model_is_in_the_tables() -> None:
     assert cut == set(Parallel.model_fields)
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    slow_but(CASES, ("qwen3", "one rank"), ("qwen3", "pipeline"), ("qwen3_moe", "tensor and sequence")),
+)
 def test_bfloat16_weights_compute_as_in_float32(
     workers: Workers,
     model: Callable[..., Path],
@@ -167,7 +171,7 @@ def test_a_floor_of_a_surer_policy_is_measured_again_before_a_step_is_refused(
     assert step["logprob_gap_floor"] > 1e-4, "what the run goes on with"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", slow_but([1, 2], 1))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_steps_are_bit_for_bit_those_without_the_measure(
     workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, dtype: str, world: int
