@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from millrace.connectors.user_code import session_pool
 from millrace.connectors.user_code.session_pool import SessionPool
@@ -15,6 +16,7 @@ from millrace.core.config.rollout import Sampling, Session
 FUNCTIONS = "tests.support.client_functions"
 PROMPT = {"role": "user", "content": "1+1="}
 Run = Callable[..., Any]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Driver:
@@ -62,28 +64,32 @@ class Driver:
         ]
 
 
-@pytest.fixture
-async def run(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
-    monkeypatch.setattr(session_pool, "GRACE_S", 0.5)
-    pools: list[SessionPool] = []
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pool() -> AsyncIterator[SessionPool]:
+    """One process for all functions: to start one takes a second."""
+    settings = {
+        "function": {"function": f"{FUNCTIONS}:chosen"},
+        "tools": ["tests.support.session_functions:add"],
+    }
+    started = SessionPool(Session.model_validate(settings))
+    yield started
+    started.close()
 
-    async def to_end(function: str, driver: Driver, *tools: str, **options: Any) -> dict[str, Any]:
-        settings = {
-            "function": {"function": f"{FUNCTIONS}:{function}", "options": options},
-            "tools": [f"tests.support.session_functions:{tool}" for tool in tools],
-        }
-        pools.append(SessionPool(Session.model_validate(settings)))
+
+@pytest.fixture
+def run(pool: SessionPool, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(session_pool, "GRACE_S", 0.5)
+
+    async def to_end(function: str, driver: Driver, **options: Any) -> dict[str, Any]:
         start = {
-            "task": {"prompt": "1+1="},
+            "task": {"prompt": "1+1=", "metadata": {"function": function, "options": options}},
             "messages": [PROMPT],
             "seed": 7,
             "sampling": Sampling(temperature=0.5).model_dump(mode="json"),
         }
-        return await pools[-1].run(start, driver.handle)
+        return await pool.run(start, driver.handle)
 
-    yield to_end
-    for pool in pools:
-        pool.close()
+    return to_end
 
 
 def value(end: dict[str, Any]) -> float:
@@ -102,7 +108,7 @@ async def test_a_plain_loop_is_one_branch_that_grows_by_what_is_new(run: Run, fu
 async def test_calls_of_tools_are_answered_and_answered_to(run: Run) -> None:
     call = {"content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}], "thinking": "hm"}
     driver = Driver([call, "three"])
-    assert value(await run("uses_tools", driver, "add")) == 1
+    assert value(await run("uses_tools", driver)) == 1
     assert driver.turns == [(0, []), (0, ["3"])]
     assert driver.asked[1]["new"] == [{"role": "tool", "tool_call_id": "call-0-0-0", "content": "3"}]
 
@@ -183,7 +189,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
 async def test_what_is_refused_names_the_field(run: Run, case: str) -> None:
     body, headers, reason = REFUSED[case]
     driver = Driver()
-    end = await run("posts", driver, "add", body=body, headers=headers, path="/chat/completions")
+    end = await run("posts", driver, body=body, headers=headers, path="/chat/completions")
     assert end["reason"].startswith(f"ValueError: {reason}"), end["reason"]
     assert driver.asked == []
 

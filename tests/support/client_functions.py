@@ -209,3 +209,9 @@ async def talks_and_serves(session: Session) -> float:
     await asked(client(session), [*messages, {"role": "user", "content": "again"}])
     await session.generate("and again")
     return float(len(session.turns))
+
+
+async def chosen(session: Session) -> Any:
+    """The function that the task names, with its options."""
+    named = session.task.metadata
+    return await globals()[named["function"]](session, **named["options"])

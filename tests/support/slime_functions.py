@@ -181,3 +181,10 @@ async def by_slimes_own(args: Any, sample: Any, sampling_params: dict[str, Any])
     sample = await generate(args, sample, sampling_params)
     sample.reward = float(args.n_samples_per_prompt)
     return sample
+
+
+async def chosen(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """The function that its row names."""
+    functions = (two_turns, retries, fans_out, alters, leaves_out, returns_one_of_two)
+    (function,) = [each for each in functions if each.__name__ == sample.metadata["function"]]
+    return await function(args, sample, sampling_params)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from millrace.connectors.engines.sglang.client import Generation
 from millrace.connectors.engines.sglang.dispatching.flushing import Flush
@@ -25,6 +26,7 @@ from millrace.tasks.generation.sessions.runner import MadeSample, SessionRunner,
 from millrace.tasks.generation.sessions.session_rollout import Opening
 from millrace.tasks.generation.single_samples import SampleGenerator
 from tests.support.scripted_engines import ScriptedEngines, generation
+from tests.support.slow_members import slow_but
 
 TOKENIZER = PromptTokenizer(build_tokenizer())
 TURNS = {  # of the branch and the turn: what is generated
@@ -35,6 +37,8 @@ TURNS = {  # of the branch and the turn: what is generated
     "02.0000": "five",
 }
 Run = Callable[..., Any]
+SLIME = "slime:tests.support.slime_functions."
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Engines(ScriptedEngines):
@@ -57,10 +61,19 @@ class Engines(ScriptedEngines):
         return generation(ids, [-0.5] * len(ids), text)
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pools() -> AsyncIterator[dict[str, SessionPool]]:
+    """A process of each function and its options: to start one takes seconds."""
+    started: dict[str, SessionPool] = {}
+    yield started
+    for pool in started.values():
+        pool.close()
+
+
 @pytest.fixture
-async def run_function(make_config: Callable[..., RunConfig], tmp_path: Path) -> AsyncIterator[Run]:
-    TOKENIZER.tokenizer.save_pretrained(tmp_path / "model")
-    pools: dict[str, SessionPool] = {}
+def run_function(
+    make_config: Callable[..., RunConfig], pools: dict[str, SessionPool], model_folder: Path
+) -> Run:
 
     async def made(
         function: str, stored: Sequence[TurnRow] = (), metadata: Any = None, **options: Any
@@ -78,7 +91,7 @@ async def run_function(make_config: Callable[..., RunConfig], tmp_path: Path) ->
 
         budget = FailureBudget("field", 0.5, 4, what="failed", where="here", remedy="fix it")
         generator = SampleGenerator(make_config(), sampling, ready, budget)
-        dialogues, model = Dialogues(TOKENIZER, []), str(tmp_path / "model")
+        dialogues, model = Dialogues(TOKENIZER, []), str(model_folder)
         runner = SessionRunner(
             settings, sampling, pool, dialogues, generator, {**OF_GENERATION, "hf_checkpoint": model}
         )
@@ -89,9 +102,25 @@ async def run_function(make_config: Callable[..., RunConfig], tmp_path: Path) ->
         samples, _, _ = await runner.run(opening, task, stored, write)
         return samples, rows, engines
 
-    yield made
-    for pool in pools.values():
-        pool.close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    TOKENIZER.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_slime(run_function: Run) -> Run:
+    """Runs one of slime's functions, all in one process."""
+
+    def made(name: str, stored: Sequence[TurnRow] = (), metadata: Any = None) -> Any:
+        row = {**(metadata or {}), "function": name}
+        return run_function(f"{SLIME}chosen", stored, metadata=row, seen="<user>4<assistant>")
+
+    return made
 
 
 @pytest.fixture
@@ -136,39 +165,46 @@ async def test_a_rollout_that_begins_again_generates_only_what_is_not_recorded(r
     assert len(engines.requests) == len(rows) - kept
 
 
-SLIME = "slime:tests.support.slime_functions."
-
-
 def trained(sample: MadeSample) -> str:
     mask = sample.trained_mask or sample.loss_mask
     return shown([token for token, each in zip(sample.response_ids, mask, strict=True) if each])
 
 
 @pytest.mark.parametrize(
-    ("options", "reward"), [({}, (0.5, [])), ({"reward_key": "score"}, (1.5, [("length", 9.0)]))]
+    ("options", "reward"),
+    [
+        ({}, (0.5, [])),
+        pytest.param({"reward_key": "score"}, (1.5, [("length", 9.0)]), marks=pytest.mark.slow),
+    ],
 )
 async def test_slimes_function_trains_what_it_was_given_token_for_token(
-    run_function: Run, options: dict[str, Any], reward: Any
+    run_function: Run, run_slime: Run, options: dict[str, Any], reward: Any
 ) -> None:
-    samples, rows, engines = await run_function(f"{SLIME}two_turns", seen="<user>4<assistant>", **options)
+    seen = "<user>4<assistant>"
+    run = (
+        partial(run_function, f"{SLIME}two_turns", seen=seen, **options)
+        if options
+        else partial(run_slime, "two_turns")
+    )
+    samples, rows, engines = await run()
     assert [sample.reason for sample in samples] == [None]
     (sample,) = samples
     assert shown(sample.prompt_ids) == "<user>1+1=<assistant>"
-    assert shown(sample.response_ids) == "one<eos><user>4<assistant>two<eos>"
+    assert shown(sample.response_ids) == f"one<eos>{seen}two<eos>"
     assert trained(sample) == "one<eos>two<eos>"
     assert (sample.reward, sample.parts) == (reward[0], reward[1] and [("length", len(sample.response_ids))])
-    again, more, engines = await run_function(f"{SLIME}two_turns", rows, seen="<user>4<assistant>", **options)
+    again, more, engines = await run(rows)
     assert (again, more, engines.requests) == (samples, [], [])
 
 
-async def test_equal_requests_of_slimes_function_are_one_turn(run_function: Run) -> None:
-    (sample,), rows, _ = await run_function(f"{SLIME}retries")
+async def test_equal_requests_of_slimes_function_are_one_turn(run_slime: Run) -> None:
+    (sample,), rows, _ = await run_slime("retries")
     assert (sample.reason, trained(sample), sample.reward) == (None, "one<eos>", 0.0)
     assert len(rows) == 1
 
 
-async def test_what_slimes_function_fans_out_are_branches_with_their_rewards(run_function: Run) -> None:
-    samples, _, _ = await run_function(f"{SLIME}fans_out")
+async def test_what_slimes_function_fans_out_are_branches_with_their_rewards(run_slime: Run) -> None:
+    samples, _, _ = await run_slime("fans_out")
     assert [(shown(each.prompt_ids), trained(each), each.reward) for each in samples] == [
         ("<user>1+1=<assistant>", "one<eos>", 1.0),
         ("<user>in short<assistant>", "three<eos>", 2.0),
@@ -186,10 +222,10 @@ ALTERED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-async def test_what_is_not_what_was_generated_fails_with_its_reason(run_function: Run) -> None:
+async def test_what_is_not_what_was_generated_fails_with_its_reason(run_slime: Run) -> None:
     for what, (sampling, reason) in ALTERED.items():
         metadata = {"what": what, "sampling": sampling}
-        (sample,), _, _ = await run_function(f"{SLIME}alters", metadata=metadata)
+        (sample,), _, _ = await run_slime("alters", metadata=metadata)
         assert sample.status == "failed", what
         assert reason in (sample.reason or ""), what
 
@@ -220,27 +256,29 @@ REFUSED = {
 }
 
 
-async def test_what_a_function_leaves_out_is_stored_and_not_trained(run_function: Run) -> None:
+async def test_what_a_function_leaves_out_is_stored_and_not_trained(run_slime: Run) -> None:
     wanted = None
     for what, (left, status) in LEFT_OUT.items():
-        (sample,), rows, _ = await run_function(f"{SLIME}leaves_out", metadata={"what": what})
+        (sample,), rows, _ = await run_slime("leaves_out", metadata={"what": what})
         assert (sample.reason, sample.reward, sample.status) == (None, 1.0, status), what
         assert trained(sample) == left, what
         wanted = wanted or sample.response_ids
         assert sample.response_ids == wanted, what
         assert shown([t for t, m in zip(wanted, sample.loss_mask, strict=True) if m]) == FIRST + SECOND, what
         assert (sample.trained_mask is None) == (left == FIRST + SECOND), what
-        again, more, engines = await run_function(f"{SLIME}leaves_out", rows, metadata={"what": what})
+        again, more, engines = await run_slime("leaves_out", rows, metadata={"what": what})
         assert (again, more, engines.requests) == ([sample], [], []), what
     for what, reason in REFUSED.items():
-        (sample,), _, _ = await run_function(f"{SLIME}leaves_out", metadata={"what": what})
+        (sample,), _, _ = await run_slime("leaves_out", metadata={"what": what})
         assert sample.status == "failed", what
         assert reason in (sample.reason or ""), what
 
 
 @pytest.mark.parametrize(
     ("function", "reward"),
-    [("of_a_list", 2.0), ("of_a_list_and_sampling", 3.0), ("by_slimes_own", 8.0)],
+    slow_but(
+        [("of_a_list", 2.0), ("of_a_list_and_sampling", 3.0), ("by_slimes_own", 8.0)], ("by_slimes_own", 8.0)
+    ),
 )
 async def test_slimes_other_forms_make_the_same_sample(
     run_function: Run, function: str, reward: float
@@ -250,8 +288,8 @@ async def test_slimes_other_forms_make_the_same_sample(
     assert (sample.reason, trained(sample), sample.reward) == (None, FIRST, reward)
 
 
-async def test_a_branch_that_is_not_returned_is_not_trained(run_function: Run) -> None:
-    first, second = (await run_function(f"{SLIME}returns_one_of_two"))[0]
+async def test_a_branch_that_is_not_returned_is_not_trained(run_slime: Run) -> None:
+    first, second = (await run_slime("returns_one_of_two"))[0]
     assert (trained(first), first.reward) == (FIRST, 1.5)
     assert (trained(second), second.reward) == ("", 1.5)
 
