@@ -29,8 +29,8 @@ from unittest.mock import patch
 import psutil
 
 from benchmarks.stored_iterations import StubRun
+from millrace.connectors.engines.dispatching.least_load import LeastLoad
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatching.least_load import LeastLoad
 from millrace.connectors.storage import files as storage_files
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.run_folder import RunFolder

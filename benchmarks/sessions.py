@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from benchmarks.embedded_engine import start_engine, wait_for
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.session_pool import SessionPool

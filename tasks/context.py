@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import RunFolder

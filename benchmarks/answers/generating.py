@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.answers.engines import PROMPT
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.host.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import DrawnGroup

@@ -23,8 +23,8 @@ import aiohttp
 import orjson
 
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, model_folder, versions
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.fleet import Fleet
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.fleet import Fleet
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.tasks.context import IterationContext

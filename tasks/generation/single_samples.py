@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatching.flushing import Flush
+from millrace.connectors.engines.dispatching.pieces import ended_at_stop, shortened
 from millrace.connectors.engines.sglang.client import Generation
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.dispatching.flushing import Flush
-from millrace.connectors.engines.sglang.dispatching.pieces import ended_at_stop, shortened
 from millrace.connectors.engines.sglang.wire.answer_body import NO_TOKENS
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.core.config import RunConfig

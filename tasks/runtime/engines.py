@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from millrace.connectors.engines.sglang.external import ExternalEngine
-from millrace.connectors.engines.sglang.fleet import Fleet
-from millrace.connectors.engines.sglang.process import EngineServer, RouterServer
+from millrace.connectors.engines.external import ExternalEngine
+from millrace.connectors.engines.fleet import Fleet
+from millrace.connectors.engines.process import EngineServer, RouterServer
 from millrace.connectors.ray import actors, placement
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import EngineHandle, RouterHandle

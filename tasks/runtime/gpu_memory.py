@@ -20,8 +20,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.fleet import Fleet
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig

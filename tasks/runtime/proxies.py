@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
-from millrace.connectors.engines.sglang.process import EngineServer, RouterServer
+from millrace.connectors.engines.process import EngineServer, RouterServer
 from millrace.connectors.ray.actors import Actor, ActorGroup
 from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.contracts.handles import BroadcastGroup, HeldOutSample, SaveState, ServerState

@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
-from millrace.connectors.engines.sglang.fleet import Fleet
-from millrace.connectors.engines.sglang.weight_update import load_by_broadcast, load_by_ipc
+from millrace.connectors.engines.fleet import Fleet
+from millrace.connectors.engines.weight_update import load_by_broadcast, load_by_ipc
 from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.handles import TrainerHandle

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from prefect import Task
 
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.ray.task_runs import run_on_ray
 from millrace.connectors.storage.parts import list_parts, replace_attempt
 from millrace.core.accounts.staleness import VersionRange

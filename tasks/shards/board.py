@@ -23,7 +23,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from millrace.connectors.engines.sglang.dispatcher import EngineAddress
+from millrace.connectors.engines.dispatcher import EngineAddress
 from millrace.connectors.ray import actors, placement
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.ray.task_runs import NotBegunError, run_on_ray

@@ -22,9 +22,9 @@ import ray
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from millrace.connectors.engines.dispatcher import Dispatcher, EngineAddress
+from millrace.connectors.engines.dispatching.least_load import until_changed
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher, EngineAddress
-from millrace.connectors.engines.sglang.dispatching.least_load import until_changed
 from millrace.connectors.host.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.connectors.host.local_files import keep_private
 from millrace.connectors.ray import actors

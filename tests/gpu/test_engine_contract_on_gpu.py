@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.shapes import SGLANG, configuration
-from millrace.connectors.engines.sglang.process import EngineServer
+from millrace.connectors.engines.process import EngineServer
 from millrace.core.config import RunConfig
 from tests.support.engine_process import peaked_model
 

@@ -81,12 +81,12 @@ ROWS = {
         "async with self._free": "over requests with algorithm.teacher_server.timeout_s and attempts",
     },
     "connectors/engines/sglang/client.py": {"async with self._polling": REQUEST, "asyncio.sleep": COUNTED},
-    "connectors/engines/sglang/dispatcher.py": {
+    "connectors/engines/dispatcher.py": {
         "asyncio.shield(self._recovering)": "engines are started again: engines.start_timeout_s, engines.restarts",
         "asyncio.sleep": "until requests that were aborted end: rollout.progress_timeout_s ends each",
     },
-    "connectors/engines/sglang/external.py": {"asyncio.sleep": COUNTED},
-    "connectors/engines/sglang/process.py": {
+    "connectors/engines/external.py": {"asyncio.sleep": COUNTED},
+    "connectors/engines/process.py": {
         "process.wait": IN_ACTOR,
         "self._process.wait": IN_ACTOR,
         "time.sleep": COUNTED,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.engines.sglang.process import EngineServer, RouterServer
+from millrace.connectors.engines.process import EngineServer, RouterServer
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import ServerState
 

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import duckdb
 
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.iteration_files import IterationFiles, commit_again
 from millrace.connectors.storage.run_folder import RunFolder, numbers_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.mcp_tools import tool_schemas

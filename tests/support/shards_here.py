@@ -14,8 +14,8 @@ import orjson
 from aiohttp import web
 from prefect import Task
 
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.lease import Lease

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from millrace.connectors.engines.sglang.process import EngineServer
+from millrace.connectors.engines.process import EngineServer
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig

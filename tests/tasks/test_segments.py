@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatching.flushing import Flush
 from millrace.connectors.engines.sglang.client import EngineClient, Generation, OnPart
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.dispatching.flushing import Flush
 from millrace.core.contracts.ids import tokens_hash
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import EngineLostError

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.parts import write_part
 from millrace.core.config import RunConfig

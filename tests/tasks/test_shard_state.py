@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.engines.sglang.dispatcher import EngineAddress
+from millrace.connectors.engines.dispatcher import EngineAddress
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.contracts.topics import Batch
 from millrace.tasks.shards.board import (

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.parts import list_parts, read_parts, write_part
 from millrace.connectors.storage.run_folder import RunFolder

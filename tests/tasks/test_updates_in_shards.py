@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher, EngineAddress
+from millrace.connectors.engines.dispatcher import Dispatcher, EngineAddress
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.accounts.staleness import Ahead

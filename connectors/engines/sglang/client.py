@@ -18,10 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from millrace.connectors.engines.request_ids import without_sender
 from millrace.connectors.engines.sglang.connection import Connection
 from millrace.connectors.engines.sglang.engine_weights import EngineWeights
 from millrace.connectors.engines.sglang.wire.answer_body import OutputTokens, read_answer
-from millrace.connectors.engines.sglang.wire.request_ids import without_sender
 from millrace.connectors.engines.sglang.wire.stream import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.handles import CONTINUED

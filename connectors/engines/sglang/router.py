@@ -14,9 +14,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatching.flushing import Parts
 from millrace.connectors.engines.sglang.client import POLLS, EngineClient, Generation
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.dispatching.flushing import Parts
 from millrace.core.contracts.handles import RouterHandle, ServerState
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError
 

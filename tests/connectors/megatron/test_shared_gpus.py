@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from millrace.connectors.engines.sglang.process import EngineServer
+from millrace.connectors.engines.process import EngineServer
 from millrace.connectors.prefect.server import ensure_server, login_file, stop_server
 from millrace.connectors.ray import actors
 from millrace.connectors.trainers.megatron.rank import TrainerRank

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from millrace.connectors.engines.sglang.fleet import Fleet
-from millrace.connectors.engines.sglang.process import EngineServer
+from millrace.connectors.engines.fleet import Fleet
+from millrace.connectors.engines.process import EngineServer
 from millrace.connectors.ray import actors
 from millrace.core.config import RunConfig
 from millrace.tasks.runtime.proxies import EngineProxy

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.fleet import Fleet
 from tests.support.local_handle import COUNT, LocalHandle, LocalRouterHandle, fleet_config
 
 

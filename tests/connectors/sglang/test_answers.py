@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.request_ids import request_id
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
 from millrace.connectors.engines.sglang.wire.answer_body import OutputTokens
-from millrace.connectors.engines.sglang.wire.request_ids import request_id
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.tasks.generation.failures import FailureBudget

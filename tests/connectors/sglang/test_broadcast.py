@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from millrace.connectors.engines.sglang import weight_update
-from millrace.connectors.engines.sglang.fleet import Fleet
+from millrace.connectors.engines import weight_update
+from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.trainers.megatron.weights.engine_group import EngineGroup
 from millrace.core.contracts.handles import BroadcastGroup
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket

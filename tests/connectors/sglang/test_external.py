@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from millrace.connectors.engines.sglang.external import ExternalEngine
-from millrace.connectors.engines.sglang.fleet import Fleet
+from millrace.connectors.engines.external import ExternalEngine
+from millrace.connectors.engines.fleet import Fleet
 from millrace.core.errors import EngineError
 from millrace.flows.preflight.check_machine import engine_answers
 from tests.support.engine_process import embedded_engine, reference_logprobs

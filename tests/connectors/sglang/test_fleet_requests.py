@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.engines.sglang.wire.request_ids import new_sender, request_id
+from millrace.connectors.engines.request_ids import new_sender, request_id
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 from tests.support.fleets import (
     LONG,

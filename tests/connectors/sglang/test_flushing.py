@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatching.flushing import Flush
+from millrace.connectors.engines.dispatching.pieces import NOTHING, joined
 from millrace.connectors.engines.sglang.client import EngineClient, Generation
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.dispatching.flushing import Flush
-from millrace.connectors.engines.sglang.dispatching.pieces import NOTHING, joined
 from millrace.connectors.engines.sglang.wire.stream import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate
 from tests.connectors.sglang.test_updates_amid_requests import assert_made_by, open_dispatcher, params

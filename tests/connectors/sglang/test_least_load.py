@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from millrace.connectors.engines.dispatching.least_load import LeastLoad, until_changed
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.dispatching.least_load import LeastLoad, until_changed
 
 
 def engines_of(count: int) -> list[EngineClient]:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.connectors.engines.external import ExternalEngine
+from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.external import ExternalEngine
-from millrace.connectors.engines.sglang.fleet import Fleet
 from millrace.core.errors import EngineError
 from tests.support.engine_gates import Rooms, open_gates
 from tests.support.engine_process import embedded_engine, reference_logprobs

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.connectors.engines.sglang.process import PORT_TRIES, EngineServer
+from millrace.connectors.engines.process import PORT_TRIES, EngineServer
 from millrace.core.errors import EngineError
 from tests.support.local_handle import COUNT, fleet_config
 

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.sglang.client import SESSION
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.fleet import Fleet
 from millrace.connectors.engines.sglang.router import PASSED, Router
 from millrace.core.errors import EngineError
 from tests.support.fleets import LONG, SHORT, assert_idle, generate, serving, until_generating

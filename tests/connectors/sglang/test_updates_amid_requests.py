@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.sglang.client import Generation
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.fleet import Fleet
 from millrace.core.config.pipeline import OnUpdate
 from tests.support.engine_process import CLOSE, reference_logprobs
 from tests.support.fleets import LONG, PROMPT, MakeFleet

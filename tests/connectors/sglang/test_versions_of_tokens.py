@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from millrace.connectors.engines.dispatcher import NOTHING, joined
 from millrace.connectors.engines.sglang.client import Generation, that_made
-from millrace.connectors.engines.sglang.dispatcher import NOTHING, joined
 
 
 def piece(count: int, version: int, finish: str = "abort") -> Generation:

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.fleet import Fleet
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig

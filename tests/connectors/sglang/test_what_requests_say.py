@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.connectors.engines.external import ExternalEngine
+from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.sglang.client import SESSION, EngineClient
-from millrace.connectors.engines.sglang.external import ExternalEngine
-from millrace.connectors.engines.sglang.fleet import Fleet
 from millrace.core.contracts.handles import CONTINUED
 from tests.support.engine_gates import Rooms, Seen, open_gates
 from tests.support.engine_process import embedded_engine

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from millrace.connectors.engines.dispatcher import Dispatcher, least_loaded
+from millrace.connectors.engines.dispatching.flushing import Parts
 from millrace.connectors.engines.sglang.client import EngineClient, Generation, Handoff, ProgressCheck
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher, least_loaded
-from millrace.connectors.engines.sglang.dispatching.flushing import Parts
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)

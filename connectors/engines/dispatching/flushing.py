@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from millrace.connectors.engines.dispatching.pieces import joined, segment
 from millrace.connectors.engines.sglang.client import Generation
-from millrace.connectors.engines.sglang.dispatching.pieces import joined, segment
 
 PARTS = 4  # events per rollout.flush_tokens; the engine is halted at the third unstored one, since halting takes a moment
 

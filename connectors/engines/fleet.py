@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.dispatching.least_load import until_changed
+from millrace.connectors.engines.prefill import PairingDispatcher
 from millrace.connectors.engines.sglang.client import EngineClient, idle, pause_for_update
-from millrace.connectors.engines.sglang.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.dispatching.least_load import until_changed
 from millrace.connectors.engines.sglang.launch import no_room
-from millrace.connectors.engines.sglang.prefill import PairingDispatcher
 from millrace.connectors.engines.sglang.router import RoutedDispatcher, Router
-from millrace.connectors.engines.sglang.weight_update import Load, each, load_from_folder, load_from_storage
+from millrace.connectors.engines.weight_update import Load, each, load_from_folder, load_from_storage
 from millrace.connectors.host.local_files import log_folder
 from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from millrace.connectors.engines.dispatching.flushing import Flush, Parts
+from millrace.connectors.engines.dispatching.least_load import LeastLoad
+from millrace.connectors.engines.dispatching.pieces import NOTHING, joined, shortened
+from millrace.connectors.engines.request_ids import new_sender, request_id
 from millrace.connectors.engines.sglang.client import EngineClient, Generation
-from millrace.connectors.engines.sglang.dispatching.flushing import Flush, Parts
-from millrace.connectors.engines.sglang.dispatching.least_load import LeastLoad
-from millrace.connectors.engines.sglang.dispatching.pieces import NOTHING, joined, shortened
-from millrace.connectors.engines.sglang.wire.request_ids import new_sender, request_id
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
