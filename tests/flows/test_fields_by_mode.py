@@ -36,7 +36,7 @@ STAGES = {  # the work whose code reads a field, by the start of the module that
     "core/sessions/": "generate",
     "core/accounts/": "generate",
     "core/sharding.py": "generate",
-    "connectors/engines/sglang/": "generate",
+    "connectors/engines/": "generate",
     "connectors/user_code/": "generate",
     "flows/preflight/check_session.py": "generate",
     "tasks/reward.py": "score",

@@ -96,13 +96,13 @@ BUDGETS: dict[str, tuple[Callable[[IterationContext], None], str, str]] = {  # w
     "data.max_quarantined_share": (unusable_rows, "row 0: 'text'", "raise the share"),
 }
 ONE_CAUSE = {  # what has one cause each time, and where the message is that names the field
-    "rollout.attempts": "connectors/engines/sglang/dispatcher.py",
+    "rollout.attempts": "connectors/engines/dispatcher.py",
     "rollout.progress_timeout_s": "connectors/engines/sglang/client.py",
     "rollout.session.timeout_s": "connectors/user_code/session_pool.py",
     "rollout.session.rollout_timeout_s": "connectors/user_code/session_pool.py",
     "reward.timeout_s": "tasks/runtime/scoring.py",
     "run.progress_timeout_s": "core/waits/deadline.py",
-    "engines.start_timeout_s": "connectors/engines/sglang/process.py",
+    "engines.start_timeout_s": "connectors/engines/process.py",
     "placement.wait_s": "connectors/ray/placement.py",
     "sync.max_logprob_gap": "connectors/trainers/megatron/refusals.py",
     "sync.max_prompt_gap": "tasks/weight_check.py",
