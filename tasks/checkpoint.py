@@ -17,6 +17,7 @@ from prefect import task
 from millrace.connectors.storage.checkpoint_files import unfinished_checkpoints
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import CheckpointRecord, EvaluateRecord, FileRecord, HeldOutRecord
 from millrace.core.evaluation import LOWEST_IS_BEST, evaluation_metrics, held_out_metrics
@@ -65,7 +66,7 @@ async def _save(ctx: IterationContext, record: CheckpointRecord, done: int, *, b
         ):
             ranks = await trainer.at(ctx.version_after)
             url = ctx.run_folder.store.url_of(path)
-            await (ranks.saves.begin(url) if background else ranks.save(url))
+            await ranks.each(Rank.begin_save if background else Rank.save, url)
         await kill_point(ctx.index, "checkpoint", "in")
         if background:
             record["begun"] = path
@@ -91,14 +92,14 @@ async def _commit_written(ctx: IterationContext, record: CheckpointRecord, *, wa
     if saving is None or saving["state"] == "writing":
         return False
     if saving["state"] == "failed":
-        await trainer.saves().drop()
+        await trainer.saving_ranks().each(Rank.drop_save)
         log.error(
             "%s was not written, and this iteration is saved in its place: %s",
             saving["url"],
             saving["reason"],
         )
         return True
-    record["write_s"] = await trainer.saves().commit()
+    record["write_s"] = max(await trainer.saving_ranks().each(Rank.commit_save))
     await kill_point(ctx.index, "checkpoint", "committed")
     record["committed"] = ctx.run_folder.checkpoint_path(int(saving["url"].rpartition("/")[2]))
     record["committed_marker"] = await _marker(ctx, record["committed"])
@@ -154,5 +155,6 @@ async def _export(ctx: IterationContext, done: int) -> tuple[str, list[FileRecor
     template = prompts.tokenizer.chat_template if model.chat_template else None
     served = Served(prompts.ends.added, model.tokenizer, template)
     async with ctx.runtime.memory.for_weights(ctx.version_after) as ranks:
-        files = await ranks.upload(ctx.run_folder.store.url_of(path), ctx.version_after, served)
-    return path, files
+        url = ctx.run_folder.store.url_of(path)
+        of_ranks = await ranks.each(Rank.upload, url, ctx.version_after, served)
+    return path, [file for files in of_ranks for file in files]

@@ -20,6 +20,7 @@ from prefect import task
 
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import EAGER, LOGPROBS
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import FileRecord, StepFile, StepMetrics, TrainStepRecord
 from millrace.core.errors import MillraceError
@@ -54,7 +55,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             asked_for = StepRequest(
                 version, batch_url, guard, batch_sha256=batch["sha256"], chunks=chunks, stores=stores
             )
-            steps.append(await ranks.train(asked_for))
+            steps.append(await ranks.together(Rank.train, asked_for))
             await kill_point(ctx.index, "train_step", "in")
     _keep_floor(ctx, steps)
     if chunks:

@@ -15,8 +15,8 @@ import numpy as np
 import orjson
 
 from millrace.connectors.engines.sglang.client import EngineClient, idle
+from millrace.connectors.trainers.rank import HeldOutSample, Rank
 from millrace.core.accounts.staleness import VersionRange
-from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.errors import WeightsDifferError
 from millrace.tasks.context import IterationContext
 
@@ -50,7 +50,7 @@ async def trainer_logprobs(ctx: IterationContext, version: int, prompts: Sequenc
     samples = [HeldOutSample(list(ids[: end + 1]), [1]) for ids in prompts for end in range(1, len(ids))]
     async with ctx.runtime.memory.for_trainer() as trainer:
         ranks = await trainer.at(version)
-        losses = iter(await ranks.losses(version, samples))
+        losses = iter(await ranks.together(Rank.losses, version, samples))
     return [[-next(losses) for _ in ids[1:]] for ids in prompts]
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from millrace.connectors.engines.sglang.client import EngineClient
 from millrace.connectors.engines.sglang.wire.bucket_payload import payload
-from millrace.core.contracts.handles import BroadcastSource, EngineHandle
+from millrace.core.contracts.handles import Asked, BroadcastSource, EngineHandle
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import (
     ActorLostError,
@@ -134,7 +134,7 @@ def load_by_ipc(stream: BucketStream, gpus: int, seconds: dict[str, float]) -> L
 
 
 def load_by_broadcast(
-    stream: BucketStream, source: BroadcastSource, gpus: int, seconds: dict[str, float]
+    stream: BucketStream, source: Asked[BroadcastSource], gpus: int, seconds: dict[str, float]
 ) -> Load:
     """Broadcasts every bucket from trainer rank 0 to all GPUs of all engines, `gpus` each.
 
@@ -153,14 +153,14 @@ def load_by_broadcast(
             if len(left) < len(clients):
                 return [_given_up(clients[index]) for index in left]
             entries = copies[0].entries
-            sending = asyncio.ensure_future(source.send(BUCKET_TIMEOUT_S))
+            sending = asyncio.ensure_future(source.call(BroadcastSource.broadcast_bucket, BUCKET_TIMEOUT_S))
             results = await _within(
                 BUCKET_TIMEOUT_S + LATE_S,
                 [clients[i].weights.update_from_broadcast(entries, group, known) for i in left],
                 sending,
             )
             if any(results) or sending.exception():
-                await source.close()
+                await source.call(BroadcastSource.close_broadcast)
                 return [result or _given_up(clients[i]) for i, result in zip(left, results, strict=True)]
             return results
 
@@ -190,17 +190,17 @@ async def _load_buckets(
 
 
 async def _joined_group(
-    clients: Clients, source: BroadcastSource, gpus: int
+    clients: Clients, source: Asked[BroadcastSource], gpus: int
 ) -> tuple[str, dict[int, BaseException]]:
     """Form a group of rank 0 and these engines, unless it exists; returns its name, and the errors of engines that did not join."""
     members = [client.url for client in clients.values()]
-    current = await source.group()
+    current = await source.call(BroadcastSource.broadcast_group)
     if current and current.members == members:
         return current.name, {}
     name = f"millrace-{uuid.uuid4().hex[:12]}"
-    group = await source.open(name, members, all(map(_is_loopback, members)))
+    group = await source.call(BroadcastSource.open_broadcast, name, members, all(map(_is_loopback, members)))
     size = 1 + gpus * len(clients)
-    entering = asyncio.ensure_future(source.enter(size))
+    entering = asyncio.ensure_future(source.call(BroadcastSource.enter_broadcast, size))
     results = await _within(
         BUCKET_TIMEOUT_S,
         [
@@ -212,7 +212,7 @@ async def _joined_group(
     failed: dict[int, BaseException] = {}
     _collect_errors(list(clients), results, failed)
     if failed or entering.exception():
-        await source.close()
+        await source.call(BroadcastSource.close_broadcast)
         failed = failed or {index: _given_up(client) for index, client in clients.items()}
     return name, failed
 

@@ -85,10 +85,11 @@ class Host:
         self._held = cls(config, index, count)
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the held object's class."""
+        """Call the held object's method of this name: `method` is its class's, or a Protocol's that the class implements."""
+        own: Callable[..., Any] = getattr(self._held, method.__name__)
         beat()
         try:
-            return method(self._held, *args)
+            return own(*args)
         finally:
             beat()
 
@@ -119,7 +120,7 @@ class Actor(Generic[T]):
         self._connection = connection()
 
     async def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of T on the held object, as in `actor.call(TrainerRank.save, url)`, and wait.
+        """Call a method of T on the held object, as in `actor.call(Rank.save, url)`, and wait.
 
         Raises ActorLostError if the actor died, ActorStalledError if it made no progress and was ended, otherwise the method's error.
         """

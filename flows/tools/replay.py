@@ -21,8 +21,8 @@ from millrace.connectors.storage.files import in_threads, recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
-from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.replay import check_replayed, with_settings
@@ -31,6 +31,7 @@ from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.named_by_run import named_by_run
 from millrace.tasks.runtime.orphans import driven_run
+from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.trainer import bring_up, make_ranks, recorded_step
 
 FIGURES = ("loss", "grad_norm", "tokens", "samples")
@@ -95,7 +96,7 @@ def configuration_of(record: Mapping[str, Any], folder: RunFolder, index: int) -
 
 
 @asynccontextmanager
-async def ranks_alone(config: RunConfig) -> AsyncIterator[TrainerHandle]:
+async def ranks_alone(config: RunConfig) -> AsyncIterator[Ranks]:
     """The trainer's ranks without engines, ready; ended afterwards."""
     identity = client.namespace() or config.run.name
     await asyncio.to_thread(note_driven, driven_run(config, identity))
@@ -134,7 +135,7 @@ async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -
 
 
 async def _compare_weights(
-    config: RunConfig, ranks: TrainerHandle, folder: RunFolder, last: int, version: int, result: Replay
+    config: RunConfig, ranks: Ranks, folder: RunFolder, last: int, version: int, result: Replay
 ) -> None:
     """Compare with the export after the last iteration, or else with its checkpoint."""
     here = None if config.sync.by_url else config.sync.directory
@@ -146,7 +147,7 @@ async def _compare_weights(
             against = "export"
         elif last in folder.complete_checkpoints():
             check_marker(folder, last, version)
-            await ranks.load(folder.store.url_of(folder.checkpoint_path(last)))
+            await ranks.each(Rank.load, folder.store.url_of(folder.checkpoint_path(last)))
             await export_ranks(config, ranks, version, stored)
             against = "checkpoint"
         else:
@@ -181,14 +182,14 @@ def export_folder(folder: RunFolder, last: int, into: Path) -> None:
     export.download_dir("", str(into), [entry.path for entry in entries])
 
 
-async def export_ranks(config: RunConfig, ranks: TrainerHandle, version: int, folder: Path) -> None:
+async def export_ranks(config: RunConfig, ranks: Ranks, version: int, folder: Path) -> None:
     """Export the ranks' weights to a folder of this host, through sync.directory if that is a URL."""
     if not config.sync.by_url:
-        await ranks.export(str(folder), version)
+        await ranks.each(Rank.export, str(folder), version)
         return
     between = Store(config.sync.directory or "").child(f"millrace-replay-{uuid.uuid4().hex}")
     try:
-        await ranks.upload(between.url_of("model"), version)
+        await ranks.each(Rank.upload, between.url_of("model"), version)
         between.download_dir("model", str(folder))
     finally:
         between.remove("", recursive=True)

@@ -17,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.run_folder import EAGER
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.errors import ActorLostError
 from millrace.tasks.batching.credited import credited, read_chosen
 from millrace.tasks.batching.kept_groups import batch_pieces
@@ -96,7 +97,8 @@ async def _pass(ctx: IterationContext, number: int, file: FileEntry) -> int:
         ranks = await trainer.at(ctx.version_before)
         await kill_point(ctx.index, "eager_passes", "before")
         started = time.perf_counter()
-        held = await ranks.pass_chunk(ctx.version_after, number, ctx.folder.url_of(file.path), file.sha256)
+        url = ctx.folder.url_of(file.path)
+        held = await ranks.together(Rank.pass_chunk, ctx.version_after, number, url, file.sha256)
         ended = time.perf_counter()
     assert ctx.stream is not None
     ctx.seconds["eager"] += max(0.0, min(ended, ctx.stream.settled_at) - started)

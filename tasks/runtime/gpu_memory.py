@@ -5,7 +5,7 @@ side has its own GPUs, and both may work at the same time: then only tasks that 
 
     async with memory.for_trainer() as trainer:   # engines asleep; the trainer may take everything
         ranks = await trainer.at(version)
-        await ranks.train(...)
+        await ranks.together(Rank.train, ...)
     await memory.update_engines(version)          # trainer offloaded; engines have room for weights
     engines = await memory.for_engines(versions)  # trainer offloaded; engines awake, each at one of these versions
     await engines.generate(...)
@@ -23,16 +23,17 @@ from typing import Any, TypeVar
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate
-from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import LASTING, TrainerStalledError
 from millrace.core.gpu_owner import Event, GpuOwner, Holder
 from millrace.core.waits.deadline import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.engines import Engines
+from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.recovery import Recovery
 from millrace.tasks.runtime.trainer import Trainer
 from millrace.tasks.runtime.weight_sync import WeightSync
@@ -94,7 +95,7 @@ class GpuMemory:
         return self._trainer
 
     @contextlib.asynccontextmanager
-    async def for_weights(self, version: int) -> AsyncIterator[TrainerHandle]:
+    async def for_weights(self, version: int) -> AsyncIterator[Ranks]:
         """Within the block, the ranks hold `version` and their weights may be read. Engines stay unless ranks are built."""
         async with self._turn() if self._shared else self._trainer_turn():
             yield await self._trainer.at(version)
@@ -162,7 +163,7 @@ class GpuMemory:
         self._record(Event.ENGINES_SLEPT)
         self._record(Event.TRAINER_TOOK)
 
-    async def _offloaded_ranks(self, version: int) -> TrainerHandle | None:
+    async def _offloaded_ranks(self, version: int) -> Ranks | None:
         """On shared GPUs, ranks that hold `version` and have offloaded everything but their weights; else None.
 
         If ranks must be built, every engine is put to sleep.
@@ -171,7 +172,7 @@ class GpuMemory:
             return None
         ranks = await self._trainer.at(version)
         if self.config.trainer_offloads:
-            await ranks.offload()
+            await ranks.each(Rank.offload)
         self._record(Event.TRAINER_OFFLOADED)
         return ranks
 
@@ -197,7 +198,7 @@ class GpuMemory:
     async def _update(
         self,
         fleet: Fleet,
-        ranks: TrainerHandle | None,
+        ranks: Ranks | None,
         version: int,
         engines: list[int],
         *,
@@ -250,7 +251,7 @@ class StoredWeights(GpuMemory):
             return fleet.dispatcher(version, lambda _: self._recover(versions))
 
 
-async def held(ranks: TrainerHandle) -> int:
+async def held(ranks: Ranks) -> int:
     """The version that all ranks hold."""
     (version,) = await ranks.versions()
     assert version is not None, "the ranks were brought to a version"

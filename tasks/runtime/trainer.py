@@ -21,8 +21,8 @@ from millrace.connectors.storage.checkpoint_files import check_marker, set_check
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.trainers.megatron.rank import TrainerRank
+from millrace.connectors.trainers.rank import MakeRank, Rank, SaveState
 from millrace.core.config import RunConfig
-from millrace.core.contracts.handles import BackgroundSaves, SaveState, TrainerHandle
 from millrace.core.contracts.progress import starting, waiting
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import StepMetrics
@@ -31,10 +31,11 @@ from millrace.core.replay import check_replayed, is_exact
 from millrace.core.waits.deadline import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.network_check import check_network
-from millrace.tasks.runtime.proxies import TrainerProxy
+from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.recovery import Recovery
 
 log = logging.getLogger(__name__)
+RANK: MakeRank = TrainerRank
 
 
 class Trainer:
@@ -53,8 +54,8 @@ class Trainer:
         self._run_folder = run_folder
         self._before_build = before_build
         self._recovery = recovery
-        self._built: TrainerProxy | None = None
-        self._prepared: TrainerProxy | None = None  # new ranks without a model
+        self._built: Ranks | None = None
+        self._prepared: Ranks | None = None  # new ranks without a model
         self._preparing = False
         self._lock = asyncio.Lock()  # held while ranks are found, built, or brought to a version
 
@@ -63,7 +64,7 @@ class Trainer:
         """Whether this driver has built the ranks, or found them, before."""
         return self._built is not None
 
-    async def at(self, version: int, ahead: int = 0) -> TrainerHandle:
+    async def at(self, version: int, ahead: int = 0) -> Ranks:
         """The ranks, holding weight version `version`, or one of up to `ahead` steps later; built if necessary."""
         async with self._alone():
             await self._cluster.join()
@@ -80,7 +81,7 @@ class Trainer:
             self._built = await self._build(version)
             return self._built
 
-    async def _gone_on(self, ranks: TrainerProxy, versions: set[int | None], version: int) -> bool:
+    async def _gone_on(self, ranks: Ranks, versions: set[int | None], version: int) -> bool:
         """Let ranks that are behind repeat the committed steps up to `version`; returns whether they could.
 
         With iterations ahead, lost engines may have brought the ranks to weights from before a step.
@@ -101,17 +102,17 @@ class Trainer:
             await self._cluster.join()
             ranks = self._built or (None if self._prepared else self._existing())
             try:
-                return await ranks.saves.state() if ranks else None
+                return await ranks.saving() if ranks else None
             except ActorLostError as error:
                 log.warning("%s", error)
                 return None
 
-    def saves(self) -> BackgroundSaves:
-        """The handle to commit or drop the checkpoint that `saving` found. Raises ActorLostError if its ranks are gone."""
+    def saving_ranks(self) -> Ranks:
+        """The ranks that write the checkpoint of `saving`. Raises ActorLostError if they are gone."""
         ranks = self._built or self._existing()
         if ranks is None:
             raise ActorLostError("the ranks are gone that were writing a checkpoint")
-        return ranks.saves
+        return ranks
 
     async def prepare(self) -> None:
         """Unless ranks exist, make new ones and do the part of their start that takes no GPU memory."""
@@ -124,7 +125,7 @@ class Trainer:
                     self._prepared = await self._make_ranks()
                     try:
                         with waiting(log, "the trainer's processes"):
-                            await self._prepared.prepare()
+                            await self._prepared.each(Rank.prepare)
                     except ActorLostError:
                         self._prepared = None
                         raise
@@ -139,7 +140,7 @@ class Trainer:
         ranks = self._built or self._existing()
         try:
             if ranks and None not in await ranks.versions():
-                await ranks.offload()
+                await ranks.each(Rank.offload)
                 return
         except ActorLostError as error:
             log.warning("%s", error)
@@ -150,7 +151,7 @@ class Trainer:
         """Let known ranks take their GPU memory back. Lost ranks are rebuilt when a task asks for a version."""
         try:
             if self._built:
-                await self._built.reload()
+                await self._built.each(Rank.reload)
         except ActorLostError as error:
             log.warning("%s", error)
 
@@ -163,17 +164,17 @@ class Trainer:
         self._built = None
         await self._cluster.end_role("trainer")
 
-    def _existing(self) -> TrainerProxy | None:
+    def _existing(self) -> Ranks | None:
         world, limit = self.config.trainer.world_size, self.config.part_limit
-        group = actors.find_group("trainer", world, TrainerRank, limit=limit)
-        return TrainerProxy(group) if group else None
+        group = actors.find_group("trainer", world, RANK, limit=limit)
+        return Ranks(group) if group else None
 
-    async def _make_ranks(self) -> TrainerProxy:
+    async def _make_ranks(self) -> Ranks:
         places = await self._cluster.places("trainer")
         check_network(self.config, [place.address for place in places])
         return make_ranks(self.config, self._cluster.settings, places)
 
-    async def _build(self, version: int) -> TrainerProxy:
+    async def _build(self, version: int) -> Ranks:
         """New ranks, brought to `version`."""
         started, count = time.perf_counter(), self.config.trainer.world_size
         ranked = f"{count} rank{'' if count == 1 else 's'}"
@@ -224,18 +225,17 @@ class BringUp:
     replay_s: float
 
 
-def make_ranks(config: RunConfig, settings: Any, places: list[Place]) -> TrainerProxy:
+def make_ranks(config: RunConfig, settings: Any, places: list[Place]) -> Ranks:
     """New ranks in their places, without a model."""
     world, limit = config.trainer.world_size, config.part_limit
     ranks = [
-        actors.make("trainer", i, world, TrainerRank, settings, place, limit=limit)
-        for i, place in enumerate(places)
+        actors.make("trainer", i, world, RANK, settings, place, limit=limit) for i, place in enumerate(places)
     ]
-    return TrainerProxy(actors.ActorGroup(ranks))
+    return Ranks(actors.ActorGroup(ranks))
 
 
 async def bring_up(
-    ranks: TrainerHandle,
+    ranks: Ranks,
     run_folder: RunFolder,
     version: int,
     steps: int,
@@ -267,7 +267,7 @@ async def bring_up(
 
 
 async def replay(
-    ranks: TrainerHandle,
+    ranks: Ranks,
     run_folder: RunFolder,
     loaded: int,
     version: int,
@@ -284,9 +284,8 @@ async def replay(
         batch = await asyncio.to_thread(files.entry, "batch.parquet")
         with files.with_remedy():
             url = files.folder.url_of(batch.path)
-            figures = await ranks.train(
-                StepRequest(replayed, url, recorded=recorded, batch_sha256=batch.sha256)
-            )
+            step = StepRequest(replayed, url, recorded=recorded, batch_sha256=batch.sha256)
+            figures = await ranks.together(Rank.train, step)
         if recorded is not None:
             exact = exact and is_exact(recorded, figures)  # weights differ too after the first inexact step
             on_step(index, recorded, figures, exact=exact)
@@ -299,7 +298,7 @@ def _are_recorded(run_folder: RunFolder, held: int, version: int, steps: int) ->
 
 
 async def _load_newest(
-    ranks: TrainerHandle, run_folder: RunFolder, usable: list[int], steps: int, on_broken: OnBroken
+    ranks: Ranks, run_folder: RunFolder, usable: list[int], steps: int, on_broken: OnBroken
 ) -> tuple[int | None, int]:
     """Load the newest whole one of these checkpoints; returns it and its version, None and 0 without any."""
     for done in reversed(usable):
@@ -307,7 +306,7 @@ async def _load_newest(
         try:
             marker = await asyncio.to_thread(check_marker, run_folder, done, done * steps)
             with waiting(log, f"checkpoint {done}, which the trainer loads"):
-                loaded = await ranks.load(url)
+                loaded = (await ranks.each(Rank.load, url))[0]
             assert loaded == marker["version"], "the ranks load what the marker names"
             return done, loaded
         except (CorruptFileError, MissingFileError) as error:

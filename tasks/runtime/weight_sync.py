@@ -13,10 +13,11 @@ from functools import partial
 
 from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.weight_update import load_by_broadcast, load_by_ipc
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate
-from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.weight_bucket import WeightBucket
+from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.weights_folder import WeightsFolder
 
 
@@ -44,7 +45,7 @@ class WeightSync:
 
     async def send(
         self,
-        ranks: TrainerHandle | None,
+        ranks: Ranks | None,
         fleet: Fleet,
         version: int,
         engines: list[int],
@@ -66,25 +67,25 @@ class WeightSync:
         load = (
             load_by_ipc(stream, gpus, seconds)
             if kind == "ipc"
-            else load_by_broadcast(stream, ranks.broadcast, gpus, seconds)
+            else load_by_broadcast(stream, ranks.rank_0, gpus, seconds)
         )
         phases = await fleet.update_weights(load, version, engines, on_update)
         return {**seconds, **phases}
 
     async def _buckets(
-        self, ranks: TrainerHandle, version: int, share: bool
+        self, ranks: Ranks, version: int, share: bool
     ) -> AsyncIterator[Sequence[WeightBucket]]:
         """Every rank's copy of one bucket after the other; `share`: for other processes on the ranks' GPUs."""
         assert self.config.sync.kind != "disk"
         size, number, last = self.config.sync.bucket_mib * 2**20, 0, False
         while not last:
-            copies = await ranks.bucket(version, number, size, share)
+            copies = await ranks.each(Rank.bucket, version, number, size, share)
             yield copies
             number, last = number + 1, copies[0].last
         # an aborted pass would leave its bucket to the next one
-        await ranks.end_buckets()
+        await ranks.each(Rank.end_buckets)
 
-    async def _export(self, ranks: TrainerHandle | None, version: int) -> tuple[str, float]:
+    async def _export(self, ranks: Ranks | None, version: int) -> tuple[str, float]:
         """A Hugging Face folder with the weights of `version`, and the seconds that writing it took."""
         started = time.perf_counter()
         assert self._folder is not None, "open comes first"

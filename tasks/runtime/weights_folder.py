@@ -13,9 +13,10 @@ import uuid
 
 from millrace.connectors.host.own_folders import own_folder, remove_own_folder
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
-from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.errors import StorageError
+from millrace.tasks.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +39,13 @@ class WeightsFolder:
         """Path or URL of the Hugging Face folder with the version held."""
         return self._store.url_of(_name(self.version))
 
-    async def write(self, ranks: TrainerHandle, version: int) -> None:
+    async def write(self, ranks: Ranks, version: int) -> None:
         """Let the ranks write a version, then remove the others."""
-        write = ranks.upload if self._by_url else ranks.export
-        await write(self._store.url_of(_name(version)), version)
+        place = self._store.url_of(_name(version))
+        if self._by_url:
+            await ranks.each(Rank.upload, place, version)
+        else:
+            await ranks.each(Rank.export, place, version)
         self.version = version
         await asyncio.to_thread(self._remove_others)
 

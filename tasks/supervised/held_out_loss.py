@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from prefect import task
 
 from millrace.connectors.storage.parts import write_part
+from millrace.connectors.trainers.rank import HeldOutSample, Rank
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
-from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import HeldOutRecord, HeldOutSet, HeldOutSubset
 from millrace.core.errors import DataError
@@ -85,7 +85,7 @@ async def _computed(
     ]
     async with ctx.runtime.memory.for_trainer() as trainer:
         ranks = await trainer.at(version)
-        losses = await ranks.losses(version, samples)
+        losses = await ranks.together(Rank.losses, version, samples)
     found: list[EvaluatedSample] = []
     for prompt, response, loss in zip(prompts, responses, losses, strict=True):
         row, count = prompt.row, sum(response.mask)

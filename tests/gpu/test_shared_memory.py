@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu.shapes import SGLANG, configuration, model_folder, weight_bytes
 from millrace.connectors.prefect.server import ensure_server, stop_server
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
@@ -68,7 +69,7 @@ async def stepped(runtime: Runtime, folder: Path, version: int) -> dict[str, Any
     batch = write_batch(folder / f"batch-{version}", samples(version, logprob=-math.log(151936)))
     async with runtime.memory.for_trainer() as trainer:
         ranks = await trainer.at(version - 1)
-        return dict(await ranks.train(StepRequest(version, batch)))
+        return dict(await ranks.together(Rank.train, StepRequest(version, batch)))
 
 
 async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: Path) -> None:
@@ -82,9 +83,9 @@ async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: 
         asleep = used()
         assert serving - asleep > 0.8 * SHARE * total()  # weights and KV cache
         ranks = await trainer.at(0)
-        await ranks.train(StepRequest(1, batch))
+        await ranks.together(Rank.train, StepRequest(1, batch))
         training = used()
-        freed = await ranks.offload()
+        freed = (await ranks.each(Rank.offload))[0]
     offloaded = used()
     parameters = weight_bytes(tmp_path / "0.6b") // 2
     assert freed > 0.95 * STATE_BYTES * parameters

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from tests.house.source import SourceFile, Violation
 
 CALLERS = {"call", "call_all", "collective_rpc", "execute_method", "invoke", "methodcaller", "rpc"}
-REMEDY = "Declare the method in a Protocol of core/contracts/handles.py, and call it: `actor.call(TrainerRank.train, ...)`."
+REMEDY = "Declare the method in the part's Protocol, as connectors/trainers/rank.py does, and call it: `actor.call(Rank.train, ...)`."
 
 
 def string_calls(files: Iterable[SourceFile]) -> Iterator[Violation]:

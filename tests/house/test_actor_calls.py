@@ -21,7 +21,7 @@ FORBIDDEN = (
 ALLOWED = (
     "await trainer.train(3)",
     "rank.train.remote(3)",
-    "actor.call(TrainerRank.train, 3)",
+    "actor.call(Rank.train, 3)",
     "task.call(batch)",
     'value = getattr(settings, "limit")',
     'getattr(settings, "limit").bit_length()',

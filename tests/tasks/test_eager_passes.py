@@ -15,10 +15,11 @@ from millrace.connectors.trainers.megatron.packing import read_rows
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
 from millrace.tasks.train_step import train_step
+from tests.support.asked_here import RanksHere
 from tests.support.eager_iteration import EACH, NEED, Iteration
 
 
-class Ranks:
+class Ranks(RanksHere):
     """Trainer ranks that hold version 1, keep the hash of each chunk's rows and train nothing."""
 
     def __init__(self, lost_after: int | None = None) -> None:

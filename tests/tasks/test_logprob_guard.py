@@ -15,19 +15,17 @@ from millrace.core.logprob_gap import LogprobGuard
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.train_step import train_step
+from tests.support.asked_here import RanksHere
 
 BATCH: FileRecord = {"path": "batch.parquet", "sha256": "aa", "size": 1, "rows": 8, "table": "batch"}
 FLOOR = 0.03
 
 
-class Ranks:
+class Ranks(RanksHere):
     """Trainer ranks that train nothing, and measure a floor where the run knows none."""
 
     def __init__(self) -> None:
         self.held: dict[int, LogprobGuard | None] = {}
-
-    async def at(self, version: int, ahead: int = 0) -> Ranks:
-        return self
 
     async def train(self, step: StepRequest) -> dict[str, Any]:
         assert step.batch_sha256 == BATCH["sha256"]

@@ -18,7 +18,7 @@ import pytest_asyncio
 from millrace.connectors.ray import cluster
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.trainers.megatron.rank import TrainerRank
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
@@ -56,9 +56,9 @@ async def nothing() -> None:
     """On GPUs of its own the trainer asks nobody for room."""
 
 
-def members(ranks: Any) -> list[Actor[TrainerRank]]:
-    """The actors of a proxy."""
-    found: list[Actor[TrainerRank]] = ranks._ranks.actors
+def members(ranks: Any) -> list[Actor[Rank]]:
+    """The actors of the ranks."""
+    found: list[Actor[Rank]] = ranks._actors.actors
     return found
 
 
@@ -89,15 +89,15 @@ async def test_a_stopped_rank_ends_its_step_in_the_limit_and_new_ranks_make_the_
 ) -> None:
     batch = write_batch(tmp_path / "batch", [row for step in (1, 2, 3) for row in samples(step)])
     ranks = await trainer.at(0)
-    undisturbed = [await ranks.train(StepRequest(version, batch)) for version in (1, 2)]
-    await ranks.export(str(tmp_path / "undisturbed"), 2)
+    undisturbed = [await ranks.together(Rank.train, StepRequest(version, batch)) for version in (1, 2)]
+    await ranks.each(Rank.export, str(tmp_path / "undisturbed"), 2)
     pids = [(await actor.state())["actor_pid"] for actor in members(ranks)]
     for actor in members(ranks):
         actor.limit = LIMIT
     await stopped(ranks, 1)
     began = time.monotonic()
     with pytest.raises(ActorStalledError) as caught:
-        await ranks.train(StepRequest(3, batch))
+        await ranks.together(Rank.train, StepRequest(3, batch))
     assert LIMIT.seconds < time.monotonic() - began < 10 * LIMIT.seconds
     said = str(caught.value)
     assert said.startswith(
@@ -107,13 +107,13 @@ async def test_a_stopped_rank_ends_its_step_in_the_limit_and_new_ranks_make_the_
     ranks = await trainer.at(0)  # ranks that were ended say no version: new ones are built
     for pid in pids:
         await until_gone(pid)
-    again = [await ranks.train(StepRequest(version, batch)) for version in (1, 2)]
+    again = [await ranks.together(Rank.train, StepRequest(version, batch)) for version in (1, 2)]
     assert [(step["loss"], step["grad_norm"]) for step in again] == [
         (step["loss"], step["grad_norm"]) for step in undisturbed
     ]
-    await ranks.export(str(tmp_path / "again"), 2)
+    await ranks.each(Rank.export, str(tmp_path / "again"), 2)
     assert weights(tmp_path / "again") == weights(tmp_path / "undisturbed")
-    assert (await ranks.train(StepRequest(3, batch)))["version"] == 3
+    assert (await ranks.together(Rank.train, StepRequest(3, batch)))["version"] == 3
 
 
 @pytest.mark.slow
@@ -124,30 +124,30 @@ async def test_a_rank_that_is_stopped_amid_a_step_by_either_side_is_replaced(
     batch = write_batch(tmp_path / "batch", [row for step in (1, 2) for row in samples(step)])
     ranks = await trainer.at(0)
     for version in (1, 2):
-        await ranks.train(StepRequest(version, batch))
-    await ranks.export(str(tmp_path / "undisturbed"), 2)
+        await ranks.together(Rank.train, StepRequest(version, batch))
+    await ranks.each(Rank.export, str(tmp_path / "undisturbed"), 2)
     await trainer.end()
     for number, made in ((0, 0), (1, 1)):
         ranks = await trainer.at(0)
         for version in range(1, made + 1):
-            await ranks.train(StepRequest(version, batch))
+            await ranks.together(Rank.train, StepRequest(version, batch))
         for actor in members(ranks):
             actor.limit = LIMIT
         pid = await stopped(ranks, number)
         with pytest.raises(
             ActorStalledError, match=f"train of trainer-0 to trainer-1.*trainer-{number} did not"
         ):
-            await ranks.train(StepRequest(made + 1, batch))
+            await ranks.together(Rank.train, StepRequest(made + 1, batch))
         await until_gone(pid)
         ranks = await trainer.at(0)
         for version in (1, 2):
-            await ranks.train(StepRequest(version, batch))
-        await ranks.export(str(tmp_path / f"again-{number}"), 2)
+            await ranks.together(Rank.train, StepRequest(version, batch))
+        await ranks.each(Rank.export, str(tmp_path / f"again-{number}"), 2)
         assert weights(tmp_path / f"again-{number}") == weights(tmp_path / "undisturbed")
     for actor in members(ranks):
         actor.limit = Limit(20.0)
     pid = await stopped(ranks, 1)
-    saving = asyncio.create_task(ranks.save(str(tmp_path / "saved")))
+    saving = asyncio.create_task(ranks.each(Rank.save, str(tmp_path / "saved")))
     await asyncio.sleep(6)
     os.kill(pid, signal.SIGCONT)
     await saving
@@ -155,6 +155,6 @@ async def test_a_rank_that_is_stopped_amid_a_step_by_either_side_is_replaced(
         actor.limit = LIMIT
     await stopped(ranks, 0)
     with pytest.raises(StalledError, match="save of trainer-0 to trainer-1"):
-        await ranks.save(str(tmp_path / "another"))
+        await ranks.each(Rank.save, str(tmp_path / "another"))
     with pytest.raises(ActorLostError):
-        await ranks.losses(2, [])
+        await ranks.together(Rank.losses, 2, [])

@@ -15,8 +15,8 @@ from examples.sft_dialogues.price_list import row, write
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.manifests.manifest import Manifest
+from millrace.connectors.trainers.rank import HeldOutSample
 from millrace.core.config import RunConfig
-from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.errors import ActorLostError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import _supervised_figures
@@ -24,6 +24,7 @@ from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.supervised import held_out_loss as module
 from millrace.tasks.supervised.held_out_loss import held_out_loss, held_out_loss_before
 from millrace.tasks.supervised.sample_supervised import sample_supervised
+from tests.support.asked_here import RanksHere
 
 MakeConfig = Callable[..., RunConfig]
 COLUMNS = {"prompt_key": "messages", "tools_key": "tools", "loss_on": "assistant"}
@@ -31,7 +32,7 @@ COUNT = 10
 STAGES = [{"weights": {"prices": 1}, "iterations": 1}, {"weights": {"later": 1}}]
 
 
-class Ranks:
+class Ranks(RanksHere):
     """Trainer ranks by which a token's loss is 2, and which are lost after so many calls."""
 
     def __init__(self, calls: int = 100) -> None:

@@ -15,8 +15,8 @@ from megatron.core import parallel_state as mpu
 
 from millrace.connectors.trainers.megatron.forward_backward import LogprobForwardBackward
 from millrace.connectors.trainers.megatron.packing import Row, make_packs
+from millrace.connectors.trainers.rank import HeldOutSample
 from millrace.core.config import RunConfig
-from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.families.architecture import Architecture
 
 

@@ -15,8 +15,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from millrace.connectors.host.garbage import collect_garbage
 from millrace.connectors.trainers.megatron.rank_weights import RankWeights
@@ -34,20 +34,20 @@ from millrace.core.replay import (
 if TYPE_CHECKING:
     from millrace.connectors.trainers.megatron.checkpoint.background import BackgroundWriter
     from millrace.connectors.trainers.megatron.packing import Row
-    from millrace.core.contracts.handles import HeldOutSample
+    from millrace.connectors.trainers.rank import HeldOutSample, RankState
     from millrace.core.contracts.task_records import StepMetrics
 
 
 class TrainerRank(RankWeights):
     """Holds one rank's share of the policy at a weight version."""
 
-    def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
+    def __init__(self, config: Mapping[str, Any], rank: int, world_size: int) -> None:
         super().__init__(rank)
         self.settings = config
         self.world_size = world_size
         self.busy: str | None = None
         self._background: BackgroundWriter | None = None
-        self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
+        self.last: StepMetrics | None = None  # metrics of the step that made `version`
         self.reload_s = 0.0  # seconds to take GPU memory back, in the last call that needed it
         self._rows: tuple[tuple[str, str | None], list[Row]] | None = None  # with URL and hash of their batch
         self._trained_on: str | None = None  # hash of the last step's batch
@@ -61,7 +61,7 @@ class TrainerRank(RankWeights):
         self._meeting = socket.create_server((host, 0), backlog=max(128, self.world_size))
         return host, int(self._meeting.getsockname()[1])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> RankState:
         """The version that the rank holds, and its current activity. Answers while it trains."""
         return {
             "rank": self.rank,
@@ -80,7 +80,7 @@ class TrainerRank(RankWeights):
         if not gc.get_freeze_count():  # once, since `setup` calls this again
             collect_garbage()
 
-    def setup(self, master: tuple[str, int]) -> dict[str, Any]:
+    def setup(self, master: tuple[str, int]) -> RankState:
         """Join the other ranks at rank 0's `address`, build the model from model.path and hold version 0."""
         self.prepare()
         from millrace.connectors.trainers.megatron.process import distributed as world
@@ -111,7 +111,7 @@ class TrainerRank(RankWeights):
         critic = self.learner.critic
         self.offload_state = OptimizerOffload([policy, critic.trainable] if critic else [policy])
 
-    def train(self, step: StepRequest) -> dict[str, Any]:
+    def train(self, step: StepRequest) -> StepMetrics:
         """Make a step, or answer from memory if its version is held already.
 
         Raises CorruptFileError if the batch has another hash; RefusedStepError if the difference is too large, the step has no tokens,
@@ -131,7 +131,7 @@ class TrainerRank(RankWeights):
             self.version, self._trained_on = step.version, step.batch_sha256
         return self.last
 
-    def _train(self, step: StepRequest) -> dict[str, Any]:
+    def _train(self, step: StepRequest) -> StepMetrics:
         from millrace.connectors.trainers.megatron.comparison import Comparison
         from millrace.connectors.trainers.megatron.packing import cut_into
         from millrace.connectors.trainers.megatron.stored_logprobs import sample_logprobs, write_logprobs
@@ -177,7 +177,7 @@ class TrainerRank(RankWeights):
         if version == versions[-1]:
             self._rows = None  # the iteration's last step
         tokens = sum(len(row.tokens) for row in rows)
-        return {
+        made: dict[str, Any] = {
             **metrics,
             "lr": self.learner.policy.lr,
             "version": version,
@@ -195,6 +195,7 @@ class TrainerRank(RankWeights):
             **({"chunks": list(chunks)} if chunks else {}),
             **({"logprobs": files} if files else {}),
         }
+        return cast("StepMetrics", made)
 
     def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
         """Run the passes of chunk `number`, from 0, of the step to `version`; returns the number of chunks that the ranks then hold.
@@ -264,13 +265,13 @@ class TrainerRank(RankWeights):
             learner = self.learner
             return sample_losses(learner.passes, samples, self.config, learner.architecture, self.device)
 
-    def save(self, url: str) -> dict[str, Any]:
+    def save(self, url: str) -> None:
         """Save model, optimizer, schedule and RNG to a URL; complete.json is written last."""
         from millrace.connectors.trainers.megatron.checkpoint.trainer_state import save
 
         with self._working("save"):
             assert self.version is not None
-            return save(self.learner, url, self.version, self.last)
+            save(self.learner, url, self.version, self.last)
 
     def _prepare_saves(self) -> None:
         from millrace.connectors.trainers.megatron.checkpoint.background import prepared_writer

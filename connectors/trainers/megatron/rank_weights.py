@@ -6,7 +6,7 @@ Owns the bucket stream and rank 0's broadcast group. Reading does not need the G
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from millrace.core.contracts.handles import BroadcastGroup
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from millrace.connectors.trainers.megatron.weights.buckets import BucketStream
     from millrace.connectors.trainers.megatron.weights.engine_group import EngineGroup
     from millrace.core.config import RunConfig
+    from millrace.core.contracts.task_records import FileRecord
     from millrace.core.contracts.weight_bucket import WeightBucket
 
 
@@ -38,24 +39,24 @@ class RankWeights:
     def _working(self, what: str, *, everything: bool = True) -> contextlib.AbstractContextManager[None]:
         raise AssertionError("TrainerRank has it")
 
-    def export(self, directory: str, version: int) -> dict[str, Any]:
+    def export(self, directory: str, version: int) -> None:
         """Write the weights as a Hugging Face folder that all ranks can see. Raises TrainerError if another version is held."""
         from millrace.connectors.trainers.megatron.weights.hf_folder import export_hf
 
-        return self._write_hf(export_hf, directory, version, ALONE)
-
-    def upload(self, url: str, version: int, served: Served) -> dict[str, Any]:
-        """Write the same to a folder in any storage. served: the run's settings for engines. Raises TrainerError if another version is held."""
-        from millrace.connectors.trainers.megatron.weights.hf_folder import upload_hf
-
-        return self._write_hf(upload_hf, url, version, served)
-
-    def _write_hf(
-        self, write: Callable[..., dict[str, Any]], where: str, version: int, served: Served
-    ) -> dict[str, Any]:
         self._check_version(version)
         with self._working("export", everything=False):
-            return write(self.policy, self.hf, self.config.model.path, where, served)
+            export_hf(self.policy, self.hf, self.config.model.path, directory)
+
+    def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
+        """Write the same to a folder in any storage; returns this rank's files. served: the run's settings for engines.
+
+        Raises TrainerError if another version is held.
+        """
+        from millrace.connectors.trainers.megatron.weights.hf_folder import upload_hf
+
+        self._check_version(version)
+        with self._working("export", everything=False):
+            return upload_hf(self.policy, self.hf, self.config.model.path, url, served)
 
     def bucket(self, version: int, number: int, size: int, share: bool) -> WeightBucket:
         """Bucket `number` of the weights, which stays in this rank's memory until the next one; 0 starts a new pass.

@@ -12,7 +12,7 @@ from examples.sft_dialogues.price_list import TOOLS
 from millrace.connectors.huggingface.dialogue import Dialogues, TrainedDialogue
 from millrace.connectors.huggingface.tiny import build_tiny_model, build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
-from millrace.core.contracts.handles import HeldOutSample
+from millrace.connectors.trainers.rank import HeldOutSample
 from millrace.core.contracts.rows.chat_options import ChatOptions
 from millrace.core.contracts.rows.trained_messages import trained_messages
 from tests.support.slow_members import slow_but

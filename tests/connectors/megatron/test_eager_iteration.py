@@ -12,6 +12,7 @@ import pytest
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
 from millrace.tasks.train_step import train_step
+from tests.support.asked_here import RanksHere
 from tests.support.eager_iteration import EACH, NEED, Iteration
 from tests.support.trainer_ranks import Group, Workers, configuration
 
@@ -20,7 +21,7 @@ LR = 1e-3  # of `configuration`
 DRAWING_ORDER = [0, 1, 2, 3, 4, 5, 6]
 
 
-class Ranks:
+class Ranks(RanksHere):
     """A Trainer whose ranks are processes of the test's."""
 
     def __init__(self, group: Group, lost_after: int | None = None) -> None:

@@ -13,20 +13,21 @@ from typing import Any, cast
 import pytest
 
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import CorruptFileError, ReplayedStepError
 from millrace.core.replay import with_settings
 from millrace.tasks.run_recorded import _lasts
 from millrace.tasks.runtime.trainer import bring_up
+from tests.support.asked_here import RanksHere
 from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 SCHEDULE = {"kind": "linear"}
 
 
-class Ranks:
+class Ranks(RanksHere):
     """The ranks of a group, as far as bringing them up asks of them."""
 
     def __init__(self, group: Group, load_error: type[Exception] = RankFailedError) -> None:
@@ -57,7 +58,7 @@ def brought_up(
     with workers.group(config) as group:
         ranks = Ranks(group)
         try:
-            asyncio.run(bring_up(cast(TrainerHandle, ranks), folder, version, 2))
+            asyncio.run(bring_up(cast(Any, ranks), folder, version, 2))
         finally:
             ranks.made.append({"weights": group.run(weights)})
     return ranks.made
@@ -203,14 +204,14 @@ def test_a_broken_newest_checkpoint_gives_way_to_the_one_before_and_replay_makes
     flip(Path(urls[1]) / "__0_0.distcp")
     broken: list[int] = []
     with workers.group(config) as group:
-        ranks = cast(TrainerHandle, Ranks(group, CorruptFileError))
+        ranks = cast(Any, Ranks(group, CorruptFileError))
         result = asyncio.run(bring_up(ranks, saved, 4, 2, on_broken=broken.append))
         assert group.run(weights) == [trained]
     assert (result.checkpoint, result.loaded_version, broken) == (1, 2, [2])
     assert "checkpoint 2 is not whole" in caplog.text
     flip(Path(urls[0]) / "complete.json")
     with workers.group(config) as group:
-        ranks = cast(TrainerHandle, Ranks(group, CorruptFileError))
+        ranks = cast(Any, Ranks(group, CorruptFileError))
         assert asyncio.run(bring_up(ranks, saved, 4, 2)).checkpoint is None
         assert group.run(weights) == [trained]
 
@@ -226,4 +227,5 @@ def test_a_complete_checkpoint_of_another_version_is_kept_until_its_folder_is_re
         with pytest.raises(RankFailedError, match="weight version 0, not 1.*remove its folder and start"):
             group.call("save", url)
         shutil.rmtree(url)
-        assert group.call("save", url)[0]["version"] == 1
+        group.call("save", url)
+        assert Store(url).read_sealed("complete.json")["version"] == 1

@@ -20,12 +20,13 @@ from millrace.connectors.engines.process import EngineServer
 from millrace.connectors.prefect.server import ensure_server, login_file, stop_server
 from millrace.connectors.ray import actors
 from millrace.connectors.trainers.megatron.rank import TrainerRank
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
-from millrace.tasks.runtime.proxies import TrainerProxy
+from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.runtime.trainer import Trainer
 from tests.support.ray_nodes import RayNodes, token_of
@@ -83,7 +84,7 @@ def asleep_at_build(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     found: list[list[str]] = []
     build = Trainer._build
 
-    async def watched(self: Trainer, version: int) -> TrainerProxy:
+    async def watched(self: Trainer, version: int) -> Ranks:
         ranks = await build(self, version)
         found.append(await released())
         return ranks
@@ -132,7 +133,7 @@ async def step(driver: Runtime, folder: Path, version: int) -> None:
         row["tokens"] = [token % VOCAB for token in row["tokens"]]
     batch = write_batch(folder / f"batch-{version}", rows)
     async with driver.memory.for_trainer() as trainer:
-        await (await trainer.at(version - 1)).train(StepRequest(version, batch))
+        await (await trainer.at(version - 1)).together(Rank.train, StepRequest(version, batch))
 
 
 async def test_an_engine_sleeps_from_its_start_until_it_is_needed(

@@ -19,6 +19,7 @@ from millrace.connectors.trainers.megatron.weights.engine_group import EngineGro
 from millrace.core.contracts.handles import BroadcastGroup
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 from millrace.core.errors import EngineError, TrainerStalledError
+from tests.support.asked_here import AskedHere
 from tests.support.fleets import checksums
 from tests.support.local_handle import LocalHandle
 
@@ -26,8 +27,8 @@ MakeFleet = Callable[..., Fleet]
 BUCKETS = 3
 
 
-class Sending:
-    """Trainer rank 0 with the weights of a folder: fills buckets and, as a BroadcastSource, sends them from a thread."""
+class Sending(AskedHere):
+    """Trainer rank 0 with the weights of a folder: fills buckets and, asked as a BroadcastSource, sends them from a thread."""
 
     def __init__(self, model: Path) -> None:
         self.tensors = sorted(load_file(model / "model.safetensors").items())
@@ -46,24 +47,24 @@ class Sending:
             self.disturb(number)
             yield [WeightBucket(entries, at, number == BUCKETS - 1, b"")]
 
-    async def group(self) -> BroadcastGroup | None:
+    def broadcast_group(self) -> BroadcastGroup | None:
         return self.engines.description if self.engines else None
 
-    async def open(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
-        await self.close()
+    def open_broadcast(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
+        self.close_broadcast()
         self.engines = EngineGroup(name, members, loopback=loopback, gpu=False)
         self.groups.append(name)
         return self.engines.description
 
-    async def enter(self, size: int) -> None:
+    async def enter_broadcast(self, size: int) -> None:
         assert self.engines is not None
         await asyncio.to_thread(self.engines.enter, size)
 
-    async def send(self, timeout_s: float) -> None:
+    async def broadcast_bucket(self, timeout_s: float) -> None:
         assert self.engines is not None
         await asyncio.to_thread(self.engines.send, self._flat, timeout_s)
 
-    async def close(self) -> None:
+    def close_broadcast(self) -> None:
         if self.engines:
             self.engines.close()
         self.engines = None
@@ -166,7 +167,7 @@ async def test_a_rank_that_does_not_return_is_reported_with_the_engines_reasons(
     async def stall(timeout_s: float) -> None:
         await asyncio.to_thread(returned.wait, 60)
 
-    monkeypatch.setattr(sending, "send", stall)
+    monkeypatch.setattr(sending, "broadcast_bucket", stall)
     try:
         with pytest.raises(TrainerStalledError, match="rank 0 does not return.*no.such.weight"):
             await publish(fleet, sending, 44)

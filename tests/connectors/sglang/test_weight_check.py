@@ -13,20 +13,21 @@ import pytest
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.connectors.trainers.rank import HeldOutSample
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
-from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.errors import LASTING, WeightsDifferError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import _sync_metrics
 from millrace.tasks.shards.board import BoardKeeper
 from millrace.tasks.sync_weights import sync_weights
+from tests.support.asked_here import RanksHere
 from tests.support.engine_process import CLOSE, reference_logprobs
 from tests.support.fleets import MakeFleet, serving
 from tests.support.metric_names import unexplained
 
 
-class Ranks:
+class Ranks(RanksHere):
     """Trainer ranks that hold a model folder; what they say is a plain Hugging Face forward's."""
 
     def __init__(self, model: Path) -> None:

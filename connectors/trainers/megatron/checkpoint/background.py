@@ -14,7 +14,6 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import Metadata
@@ -24,7 +23,8 @@ from millrace.connectors.trainers.megatron.checkpoint.file_writer import WriteTa
 from millrace.connectors.trainers.megatron.checkpoint.host_copy import HostCopy, HostMemory
 from millrace.connectors.trainers.megatron.learner import Learner
 from millrace.connectors.trainers.megatron.process.memory_errors import check_host_memory
-from millrace.core.contracts.handles import SaveState
+from millrace.connectors.trainers.rank import SaveState
+from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import StalledError, StorageError
 from millrace.core.waits.deadline import Limit, Watch
 from millrace.core.waits.heartbeat import bytes_moved
@@ -41,7 +41,7 @@ class Begun:
 
     url: str
     version: int
-    metrics: dict[str, Any] | None
+    metrics: StepMetrics | None
     folder: Path  # with the files that are written before training continues
     metadata: Metadata | None  # only on rank 0
     seconds: float  # for which training waited

@@ -33,6 +33,7 @@ from millrace.connectors.trainers.megatron.checkpoint.stored_metadata import (
 from millrace.connectors.trainers.megatron.checkpoint.writer import SynchronousSave
 from millrace.connectors.trainers.megatron.learner import Learner
 from millrace.connectors.trainers.megatron.patches import checkpoints_read_as_data
+from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, TrainerError
 
 COMPLETE = "complete.json"
@@ -43,36 +44,35 @@ class Loaded(NamedTuple):
     """The content of a checkpoint beside the learner's state."""
 
     version: int
-    metrics: dict[str, Any] | None  # of the step that made the version
+    metrics: StepMetrics | None  # of the step that made the version
 
 
-def save(learner: Learner, url: str, version: int, metrics: dict[str, Any] | None) -> dict[str, Any]:
+def save(learner: Learner, url: str, version: int, metrics: StepMetrics | None) -> None:
     """Save this rank's shards; rank 0 writes complete.json after all ranks are done. Every rank must call it.
 
     Keeps a complete checkpoint of the same version, refuses to overwrite one of another version, and replaces an
-    incomplete one. `metrics`: of the step that made the version. Returns {"version", "bytes" (of all ranks), "seconds"}.
+    incomplete one. `metrics`: of the step that made the version.
     """
-    started, store = time.perf_counter(), Store(url)
-    existing = _existing(store, version)
-    if existing is not None:
-        return _result(existing, started)
+    store = Store(url)
+    if _has_complete(store, version):
+        return
     with write_folder(store) as folder:
         with torch.no_grad():
             state = _state_to_save(learner, version)
             dist_checkpointing.save(state, str(folder), SynchronousSave("torch_dist", 1))
         files_of_ranks = on_every_rank(lambda: store_files(store, folder))
-    return _result(_write_marker(learner, store, version, metrics, files_of_ranks), started)
+    _write_marker(learner, store, version, metrics, files_of_ranks)
 
 
 def begin(
-    learner: Learner, url: str, version: int, metrics: dict[str, Any] | None, writer: BackgroundWriter
+    learner: Learner, url: str, version: int, metrics: StepMetrics | None, writer: BackgroundWriter
 ) -> None:
     """Copy this rank's shards to host memory and start to write them. Every rank must call it, and then `commit`.
 
     A complete checkpoint of the same version is kept, as by `save`; then there is nothing to commit.
     """
     started, store = time.perf_counter(), Store(url)
-    if _existing(store, version) is not None:
+    if _has_complete(store, version):
         return
     with contextlib.ExitStack() as keeps:
         folder = keeps.enter_context(write_folder(store))
@@ -111,8 +111,8 @@ def commit(learner: Learner, writer: BackgroundWriter) -> None:
     _write_marker(learner, store, begun.version, begun.metrics, files)
 
 
-def _existing(store: Store, version: int) -> dict[str, Any] | None:
-    """The marker of a complete checkpoint of this version, else None. Removes what an interrupted save left."""
+def _has_complete(store: Store, version: int) -> bool:
+    """Whether there is a complete checkpoint of this version. Removes what an interrupted save left."""
     existing = on_rank_0(lambda: _read_marker(store))
     if existing is None:
         on_rank_0(lambda: store.remove("", recursive=True))
@@ -123,16 +123,16 @@ def _existing(store: Store, version: int) -> dict[str, Any] | None:
             where=store.url,
             remedy="remove its folder and start the run again: it is saved again",
         )
-    return existing
+    return existing is not None
 
 
 def _write_marker(
     learner: Learner,
     store: Store,
     version: int,
-    metrics: dict[str, Any] | None,
+    metrics: StepMetrics | None,
     files_of_ranks: list[list[FileEntry]],
-) -> dict[str, Any]:
+) -> None:
     trainer = learner.config.trainer
     marker = {
         "format": FORMAT,
@@ -146,7 +146,6 @@ def _write_marker(
         ],
     }
     on_rank_0(lambda: store.write_sealed(COMPLETE, marker))
-    return marker
 
 
 def load(learner: Learner, url: str) -> Loaded:
@@ -239,11 +238,3 @@ def _read_marker(store: Store) -> dict[str, Any] | None:
             remedy="load it with the millrace that wrote it",
         )
     return marker
-
-
-def _result(marker: dict[str, Any], started: float) -> dict[str, Any]:
-    return {
-        "version": marker["version"],
-        "bytes": sum(file["size"] for file in marker["files"]),
-        "seconds": time.perf_counter() - started,
-    }

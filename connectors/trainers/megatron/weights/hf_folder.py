@@ -27,6 +27,7 @@ from millrace.connectors.trainers.megatron.weights.hf_tensors import (
     tensor_parallel_place,
     writes,
 )
+from millrace.core.contracts.task_records import FileRecord
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.served_files import ALONE, Served, write_side_files
 from millrace.core.families.tensors import INDEX, weight_tensors
@@ -71,11 +72,11 @@ def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "m
 
 def export_hf(
     model: PolicyModel, hf: dict[str, Any], source: str, directory: str, served: Served = ALONE
-) -> dict[str, Any]:
+) -> None:
     """Write a Hugging Face folder: safetensors of every stage, index, config and tokenizer. It is renamed into place at the end.
 
     served: the run's settings for engines.
-    All ranks must call it, and all writing ranks must see the same directory. Returns the bytes written by this rank.
+    All ranks must call it, and all writing ranks must see the same directory.
     """
     target = Path(directory)
     aside = target.with_name(f".aside-{target.name}")
@@ -83,34 +84,31 @@ def export_hf(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
-    written = _write(model, hf, source, aside, served)
+    _write(model, hf, source, aside, served)
     if dist.get_rank() == 0:
         if target.exists():
             shutil.rmtree(target)
         aside.rename(target)
     dist.barrier()
-    return written
 
 
 def upload_hf(
     model: PolicyModel, hf: dict[str, Any], source: str, url: str, served: Served = ALONE
-) -> dict[str, Any]:
+) -> list[FileRecord]:
     """Write the same to a folder in any storage: every rank uploads its files, each whole or not at all, from its node's disk.
 
-    All ranks must call it; the folder is complete when all have returned. Returns the bytes written by this rank, and the
-    entries of its files, relative to the folder.
+    All ranks must call it; the folder is complete when all have returned. Returns the records of this rank's files, relative to
+    the folder.
     """
     store, name = split_url(url)
     with temporary_folder("millrace-export") as local:
-        written = _write(model, hf, source, Path(local), served)
+        _write(model, hf, source, Path(local), served)
         entries = store.upload_dir(local, name)
     files = [entry.model_copy(update={"path": entry.path.removeprefix(f"{name}/")}) for entry in entries]
-    return {**written, "files": [file.record() for file in files]}
+    return [file.record() for file in files]
 
 
-def _write(
-    model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, served: Served
-) -> dict[str, Any]:
+def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, served: Served) -> None:
     """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs.
 
     Tensors have the type of the trainer's parameters, like the buckets for engines; config.json names it.
@@ -130,7 +128,6 @@ def _write(
         _finish(folder, files_of_ranks)
         write_side_files(folder, source, served)
         _name_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
-    return {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
 def _finish(folder: Path, files_of_ranks: list[Any]) -> None:
