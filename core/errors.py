@@ -8,12 +8,13 @@ fields and never takes the sentence apart.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shlex
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from millrace.core.plain_text import printable, whole
@@ -205,8 +206,16 @@ def first_error(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def only_first_error() -> Iterator[None]:
-    """Raise the first error of a task group by itself, without the group around it."""
+    """Raise the first error of task groups by itself, without the groups around it."""
     try:
         yield
     except BaseExceptionGroup as group:
         raise first_error(group) from None
+
+
+@contextlib.asynccontextmanager
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises its first error by itself."""
+    with only_first_error():
+        async with asyncio.TaskGroup() as group:
+            yield group

@@ -38,10 +38,9 @@ async def sft(config: RunConfig) -> DriveResult:
 
 async def sft_iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     """Draw, train, save when due, measure the held-out loss when due, publish."""
-    await slot.may_work()
     if index == 0:
         await untrained_loss(runtime)
-    ctx = IterationContext(runtime.config, index, runtime)
+    ctx = IterationContext(runtime, index)
     await run_recorded(sample_supervised, ctx)
     await run_recorded(train_step, ctx)
     await run_recorded(checkpoint, ctx)
@@ -49,11 +48,10 @@ async def sft_iteration(runtime: Runtime, index: int, slot: IterationSlot) -> No
     if evaluates_after(runtime.config, index + 1):
         await run_recorded(held_out_loss, ctx)
     await run_recorded(publish_supervised, ctx)
-    await slot.reach(Stage.DONE)
 
 
 async def untrained_loss(runtime: Runtime) -> None:
     """Held-out loss of the untrained model, kept in the first iteration's folder."""
     if runtime.config.evaluation.sets:
-        record = await run_recorded(held_out_loss_before, IterationContext(runtime.config, 0, runtime))
+        record = await run_recorded(held_out_loss_before, IterationContext(runtime, 0))
         await report.held_out_loss(runtime, record)

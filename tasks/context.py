@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import pyarrow as pa
 
@@ -23,15 +24,15 @@ from millrace.core.contracts.task_records import (
     RolloutRecord,
 )
 from millrace.core.contracts.topics import Evaluation
-from millrace.core.sharding import WHOLE
+from millrace.core.sharding import WHOLE, Share
 from millrace.tasks.batching.landed_parts import LandedParts
 from millrace.tasks.stream import STREAMED, Kind, Stream
+from millrace.tasks.times import Times
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
 
 PROMPTS = "prompts.parquet"
-LEAST_WAIT_S = 0.1  # shorter waits count as part of the task
 
 
 class Sharded(Protocol):
@@ -61,26 +62,31 @@ class ShardedEvaluation(Protocol):
 
 
 class IterationContext:
-    """One iteration of one run. `index` counts from 0."""
+    """One iteration of one run. `index` counts from 0. Nobody sets its attributes; tasks add to its collections."""
 
-    def __init__(self, config: RunConfig, index: int, runtime: Runtime, stream: Stream | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        runtime: Runtime,
+        index: int,
+        stream: Stream | None = None,
+        *,
+        share: Share = WHOLE,
+        in_shard: bool = False,
+    ) -> None:
+        """share: the groups that this process generates. in_shard: whether it is a shard, whose driver has the iteration."""
+        self.config: RunConfig = runtime.config
         self.index = index
         self.runtime = runtime
-        self.stream = stream
+        self.share = share
+        self.in_shard = in_shard
+        self.stream = stream or Stream(released=0, joined=None, limit=self.config.run_limit)
         self.shards: Sharded | None = None  # None: rollout and reward work here
         self.evaluation_shards: ShardedEvaluation | None = None  # None: evaluations are made here
-        self.in_shard = False  # whether this process is a shard, whose driver has the iteration
-        self.share = WHOLE  # the groups that this process generates
-        self.mine: frozenset[str] | None = None  # groups that this process scores; None: all
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
         self.landed = LandedParts(self.folder)
         self.records: IterationRecords = {}  # committed so far
-        self.handed_s: float | None = None  # seconds in which shared GPUs were handed to the trainer early
-        self.trainer_s = 0.0  # seconds until ranks were ready to train
-        self.seconds: dict[str, float] = {}  # seconds of work outside of tasks, such as early passes
-        self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each task, on one clock
+        self.times = Times()
         # while their task runs
         self.parts: dict[str, list[FileRecord]] = {
             "rollouts": [],
@@ -89,13 +95,17 @@ class IterationContext:
             "evaluations": [],
         }
 
-    def open_stream(self) -> Stream:
-        """Start the notifications between the streaming tasks; returns them."""
-        record = self.records["sample_prompts"]
-        self.stream = Stream(
-            record.get("released", self.fresh_groups), joined=None, limit=self.config.run_limit
-        )
-        return self.stream
+    def working_in(
+        self, shards: Sharded | None = None, evaluation_shards: ShardedEvaluation | None = None
+    ) -> Self:
+        """The same iteration, with the same collections, whose work these shards do."""
+        made = copy.copy(self)
+        made.shards, made.evaluation_shards = shards, evaluation_shards
+        return made
+
+    def add_record(self, task: str, record: object) -> None:
+        """Keep the record of a task that is committed."""
+        cast(dict[str, Any], self.records)[task] = record
 
     def read_prompts(self, columns: list[str] | None = None) -> pa.Table:
         """The drawn groups in their order. Raises CorruptFileError if they differ from the record."""
@@ -119,7 +129,6 @@ class IterationContext:
     async def announce(self, kind: Kind, entry: FileEntry) -> None:
         """Announce a whole part to the tasks that wait for parts of its kind."""
         if kind in STREAMED:
-            assert self.stream is not None
             await self.stream.land(kind, entry.path)
 
     def note_failure(self, budget: str, reason: str, sample: str) -> None:
@@ -131,25 +140,9 @@ class IterationContext:
 
     @property
     def worked(self) -> dict[str, tuple[float, float]]:
-        """Start and end of each task in this process, on one clock, and of waits at their starts as `trainer` and `engines`.
-
-        Rollout, reward and filter work from the first request on: before it, engines start or take their memory. `train_step`
-        works once there are ranks.
-        """
-        held_up: list[tuple[str, tuple[str, ...], float]] = [("trainer", ("train_step",), self.trainer_s)]
-        if "rollout" in self.intervals:
-            engines_s = self.records["rollout"]["engines_s"]
-            held_up.append(("engines", ("rollout", "reward", "filter"), engines_s))
-        found = dict(self.intervals)
-        for part, tasks, seconds in held_up:
-            if seconds < LEAST_WAIT_S or tasks[0] not in found:
-                continue
-            started, ended = found[tasks[0]]
-            found[part] = started, min(started + seconds, ended)
-            for task in (task for task in tasks if task in found):
-                start, end = found[task]
-                found[task] = min(max(start, found[part][1]), end), end
-        return found
+        """Start and end of each task in this process, and of waits at their starts, as `Times.worked` says."""
+        rollout = self.records.get("rollout")
+        return self.times.worked(rollout["engines_s"] if rollout else 0.0)
 
     @property
     def eager(self) -> bool:
@@ -164,6 +157,11 @@ class IterationContext:
         """Groups of earlier iterations that this one trains again, as sample_prompts chose them; none without a buffer."""
         record = self.records.get("sample_prompts")
         return record.get("reused", []) if record else []
+
+    @property
+    def released_at_first(self) -> int:
+        """Groups of the draw that are generated before any is dropped."""
+        return self.records["sample_prompts"].get("released", self.fresh_groups)
 
     @property
     def fresh_groups(self) -> int:

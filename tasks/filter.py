@@ -56,7 +56,6 @@ from millrace.tasks.scoring.scored_group import ScoredGroup
 @task(name="filter", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def filter_groups(ctx: IterationContext) -> FilterRecord:
     """Judge groups as their scores land, release others for dropped ones, then write verdicts and batch."""
-    assert ctx.stream is not None
     worker = ctx.runtime.scoring.credit_worker
     loading = asyncio.create_task(worker.call(load_libraries, timeout_s=CREDIT_TIMEOUT_S))
     need = ctx.fresh_groups

@@ -27,7 +27,7 @@ from millrace.core.contracts.task_records import (
     RolloutRecord,
     StepMetrics,
 )
-from millrace.core.errors import only_first_error
+from millrace.core.errors import together
 from millrace.core.evaluation import evaluation_metrics, held_out_metrics
 from millrace.core.hooks.group_filters import ZERO_VARIANCE
 from millrace.core.metrics import (
@@ -89,10 +89,9 @@ async def publish_supervised(ctx: IterationContext) -> PublishRecord:
 
 async def _shown(ctx: IterationContext, metrics: dict[str, float]) -> Manifest:
     """Log the iteration, and make its manifest meanwhile; returns the manifest, an earlier attempt's if that was committed."""
-    with only_first_error():
-        async with asyncio.TaskGroup() as beside:
-            made = beside.create_task(asyncio.to_thread(_manifest, ctx, metrics))
-            await report.iteration(ctx, metrics)
+    async with together() as beside:
+        made = beside.create_task(asyncio.to_thread(_manifest, ctx, metrics))
+        await report.iteration(ctx, metrics)
     return made.result()
 
 
@@ -221,7 +220,7 @@ def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
 def _time_metrics(ctx: IterationContext) -> dict[str, float]:
     worked = ctx.worked
     tasks = {name: end - start for name, (start, end) in worked.items() if name != "eager_passes"}
-    metrics = {f"time/{name}_s": value for name, value in (tasks | ctx.seconds).items()}
+    metrics = {f"time/{name}_s": value for name, value in (tasks | ctx.times.seconds).items()}
     if worked:
         starts, ends = zip(*worked.values(), strict=True)
         metrics["time/iteration_s"] = max(ends) - min(starts)

@@ -53,10 +53,9 @@ async def reward(ctx: IterationContext) -> RewardRecord:
     return await (ctx.shards.reward() if ctx.shards else score_landing(ctx))
 
 
-async def score_landing(ctx: IterationContext) -> RewardRecord:
-    """Score this process's samples as they land: all samples on the driver, its groups' samples in a shard."""
-    assert ctx.stream is not None
-    stored = _own_rows(ctx, await asyncio.to_thread(ctx.stored_parts, "rewards", [*OUTCOME, "group_id"]))
+async def score_landing(ctx: IterationContext, groups: frozenset[str] | None = None) -> RewardRecord:
+    """Score samples as they land. groups: the groups whose samples this process scores; None: all."""
+    stored = _of_groups(await asyncio.to_thread(ctx.stored_parts, "rewards", [*OUTCOME, "group_id"]), groups)
     await asyncio.to_thread(ctx.start_parts, "rewards")
     done: set[str] = set(stored.column("sample_id").to_pylist())
     counts: Counter[Scoring] = Counter(stored.column("scoring").to_pylist())
@@ -74,7 +73,7 @@ async def score_landing(ctx: IterationContext) -> RewardRecord:
         revision = ctx.stream.revision
         for path in [path for path in ctx.stream.parts("rollouts") if path not in parts]:
             started = time.perf_counter()
-            rows = await asyncio.to_thread(_read_unscored, ctx, path)
+            rows = await asyncio.to_thread(_read_unscored, ctx, path, groups)
             carried = _carried(ctx, rows, done)
             done.update(sample.sample_id for sample in carried)
             scored = [*carried, *await _score_all(ctx, units.add(rows, done), budget)]
@@ -159,7 +158,7 @@ def _rows_of_parts(ctx: IterationContext) -> list[Unscored]:
 
 def _carried(ctx: IterationContext, rows: Sequence[Unscored], done: set[str]) -> list[ScoredSample]:
     """Scores that these samples got in the iteration that deferred them."""
-    scores = ctx.stream.joined.scores if ctx.stream and ctx.stream.joined else {}
+    scores = ctx.stream.joined.scores if ctx.stream.joined else {}
     return [
         scores[row["sample_id"]]
         for row in rows
@@ -167,17 +166,18 @@ def _carried(ctx: IterationContext, rows: Sequence[Unscored], done: set[str]) ->
     ]
 
 
-def _read_unscored(ctx: IterationContext, path: str) -> list[Unscored]:
+def _read_unscored(ctx: IterationContext, path: str, groups: frozenset[str] | None = None) -> list[Unscored]:
     wanted = columns(Unscored if ctx.runtime.teacher is None else AskedAbout)
-    rows: list[Unscored] = _own_rows(ctx, ctx.folder.read_table(path, "rollouts", columns=wanted)).to_pylist()
+    table = ctx.folder.read_table(path, "rollouts", columns=wanted)
+    rows: list[Unscored] = _of_groups(table, groups).to_pylist()
     return rows
 
 
-def _own_rows(ctx: IterationContext, table: pa.Table) -> pa.Table:
-    """The rows of groups that this process scores."""
-    if ctx.mine is None:
+def _of_groups(table: pa.Table, groups: frozenset[str] | None) -> pa.Table:
+    """The rows of these groups; None: all rows."""
+    if groups is None:
         return table
-    return table.filter(pc.is_in(table.column("group_id"), pa.array(sorted(ctx.mine), pa.string())))
+    return table.filter(pc.is_in(table.column("group_id"), pa.array(sorted(groups), pa.string())))
 
 
 def _by_group(ctx: IterationContext, row: Unscored) -> bool:

@@ -51,7 +51,6 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
 
 async def generate(ctx: IterationContext) -> RolloutRecord:
     """Generate this process's share of the groups: all groups on the driver, its own in a shard."""
-    assert ctx.stream is not None
     started = time.perf_counter()
     groups = await asyncio.to_thread(_read_groups, ctx)
     parts = await asyncio.to_thread(ctx.stored_parts, "rollouts", FAILURE)
@@ -87,7 +86,6 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
 
 async def defer(ctx: IterationContext) -> list[FileRecord]:
     """Write the groups that the cut defers, from the rows that shards stored. Returns the files about deferred groups."""
-    assert ctx.stream is not None
     if not await asyncio.to_thread(is_cut, ctx):
         joined = await ctx.stream.until_joined()
         return [entry.record() for entry in joined.files]
@@ -105,7 +103,6 @@ async def _until_settled(ctx: IterationContext, drawn: list[DrawnGroup], begin: 
     Groups deferred to the iteration come first in the batch. With pipeline.select=finish they start beside the drawn groups, as
     soon as the previous iteration has deferred them.
     """
-    assert ctx.stream is not None
     beside = await asyncio.to_thread(is_cut, ctx)
     groups = drawn if beside else [*(await ctx.stream.until_joined()).groups, *drawn]
     begun = 0
@@ -139,7 +136,7 @@ def _begin(
 
 def _deferral(ctx: IterationContext, make: Answers | Rollouts, drawn: list[DrawnGroup]) -> list[FileRecord]:
     """Files about groups deferred to the iteration and by it, with the samples that the cut ended."""
-    entries = list(ctx.stream.joined.files) if ctx.stream and ctx.stream.joined else []
+    entries = list(ctx.stream.joined.files) if ctx.stream.joined else []
     cut = read_cut(ctx)
     if cut:
         # the cut has had its effect, and must not be made again
@@ -147,7 +144,7 @@ def _deferral(ctx: IterationContext, make: Answers | Rollouts, drawn: list[Drawn
     if cut and cut.deferred:
         stored = read_parts(ctx.folder, "rollouts", "rollouts")
         of_them = stored.filter(pc.is_in(stored.column("group_id"), pa.array(list(cut.deferred))))
-        groups = [*(ctx.stream.joined.groups if ctx.stream and ctx.stream.joined else ()), *drawn]
+        groups = [*(ctx.stream.joined.groups if ctx.stream.joined else ()), *drawn]
         known = {*of_them.column("sample_id").to_pylist(), *(row.sample_id for row in make.begun)}
         left = [
             # a kill ended it after the cut

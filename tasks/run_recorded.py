@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from prefect import Task
 
@@ -83,10 +83,10 @@ async def run_recorded(
             where=ctx.folder.url_of(path),
             remedy="free space or fix the storage and start again; nothing committed is lost",
         )
-    cast(dict[str, Record], ctx.records)[task.name] = record
+    ctx.add_record(task.name, record)
     beat()
     await kill_point(ctx.index, task.name, "after")
-    ctx.intervals[task.name] = started, time.perf_counter()
+    ctx.times.intervals[task.name] = started, time.perf_counter()
     return record
 
 

@@ -46,7 +46,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             asked = time.perf_counter()
             # a rank one step ahead answers from memory
             ranks = await trainer.at(version - 1, ahead=1)
-            ctx.trainer_s += time.perf_counter() - asked
+            ctx.times.trainer_s += time.perf_counter() - asked
             first = version == ctx.version_before + 1
             # the first step compares every sample of the iteration, under the weights that sampled it
             compares, stores = first and ctx.config.generates, first and ctx.config.trainer.store_logprobs
@@ -69,8 +69,8 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
         "rest_s": sleep_s,
         "seconds": time.perf_counter() - started,
     }
-    if ctx.handed_s is not None:
-        made["handed_s"] = ctx.handed_s
+    if ctx.times.handed_s is not None:
+        made["handed_s"] = ctx.times.handed_s
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", made)
     return {**made, "files": [entry.record(), *logprobs], "batch": batch}
 
@@ -107,7 +107,7 @@ async def hand_over(ctx: IterationContext, evaluated: asyncio.Task[None]) -> Non
     started = time.perf_counter()
     with contextlib.suppress(MillraceError):
         if await ctx.runtime.memory.hand_to_trainer():
-            ctx.handed_s = time.perf_counter() - started
+            ctx.times.handed_s = time.perf_counter() - started
 
 
 def _guard(ctx: IterationContext) -> LogprobGuard:

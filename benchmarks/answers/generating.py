@@ -61,7 +61,7 @@ def context(args: argparse.Namespace, folder: Path) -> IterationContext:
             },
         }
     )
-    return IterationContext(config, 0, Runtime(config), Stream(released=args.samples // GROUP))
+    return IterationContext(Runtime(config), 0, Stream(released=args.samples // GROUP))
 
 
 async def generate(ctx: IterationContext, groups: Iterable[int], ports: list[int]) -> None:

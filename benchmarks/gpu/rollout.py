@@ -114,7 +114,7 @@ async def _drawn(config: RunConfig, fleet: Fleet, number: int) -> IterationConte
     """The first iteration of a run of its own, with its prompts drawn."""
     run = config.run.model_copy(update={"name": f"{config.run.name}-{number}"})
     runtime = _RolloutOnly(config.model_copy(update={"run": run}), fleet)
-    ctx = IterationContext(runtime.config, 0, runtime, Stream(released=config.rollout.prompts))
+    ctx = IterationContext(runtime, 0, Stream(released=config.rollout.prompts))
     await sample_prompts.fn(ctx)
     return ctx
 

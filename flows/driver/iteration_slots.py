@@ -21,7 +21,7 @@ from millrace.connectors.prefect.run_page import untagged
 from millrace.connectors.ray.task_runs import JoinedRayTaskRunner
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.errors import only_first_error
+from millrace.core.errors import together
 from millrace.core.sharding import in_shards
 from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
 from millrace.core.waits.heartbeat import beat
@@ -79,7 +79,6 @@ class IterationSlot:
     """One iteration's place in the sequence, with L iterations ahead of the trained one (pipeline.ahead).
 
         async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
-            await slot.may_work()
             ...  # decide to be less far ahead
             await slot.may_draw()
             ...  # sample prompts
@@ -98,7 +97,6 @@ class IterationSlot:
             await slot.reach(Stage.LEFT_ENGINES)
             await slot.may_publish()
             ...  # publish
-            await slot.reach(Stage.DONE)
 
     Guarantees: iteration i works when iteration i-L-1 is done and iteration i-1 has drawn, so at most L + 1 are open. L may be
     lowered for an iteration before it draws. Iterations train, sync and publish in their order. The flow run of iteration i is
@@ -200,20 +198,19 @@ async def run_iterations(
     )
     finish = config.pipeline.on_update == "finish"
 
-    with only_first_error():
-        async with asyncio.TaskGroup() as group:
-            for index in range(first, last + 1):
-                slot = IterationSlot(
-                    index,
-                    progress,
-                    ahead=ahead_of or (lambda _: ahead),
-                    most=ahead,
-                    last=last,
-                    finish=finish,
-                    tidy=partial(collect_between_iterations, index - first - ahead),
-                )
-                group.create_task(_run_flow(work, slot, _flow(config, flow_name, index)))
-                await progress.wait(index - ahead, Stage.TRAINED)
+    async with together() as group:
+        for index in range(first, last + 1):
+            slot = IterationSlot(
+                index,
+                progress,
+                ahead=ahead_of or (lambda _: ahead),
+                most=ahead,
+                last=last,
+                finish=finish,
+                tidy=partial(collect_between_iterations, index - first - ahead),
+            )
+            group.create_task(_run_flow(work, slot, _flow(config, flow_name, index)))
+            await progress.wait(index - ahead, Stage.TRAINED)
 
 
 _work: ContextVar[Callable[[int], Coroutine[Any, Any, None]]] = ContextVar("work of an iteration")
@@ -231,8 +228,14 @@ async def _run_flow(work: Work, slot: IterationSlot, flow: Flow[[int], Coroutine
     Prefect serialises a flow's parameters and keeps them whole with the flow run, which a slot and a runtime cannot be:
     they are bound to the context instead.
     """
-    _work.set(partial(work, slot=slot))
+    _work.set(partial(_in_turn, work, slot))
     await flow(slot.index)
+
+
+async def _in_turn(work: Work, slot: IterationSlot, index: int) -> None:
+    await slot.may_work()
+    await work(index, slot)
+    await slot.reach(Stage.DONE)
 
 
 def begin_subflows(attempt: int) -> None:

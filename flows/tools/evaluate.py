@@ -199,7 +199,7 @@ def _rewards(stored: Path) -> dict[str, list[float]]:
 
 async def _answered(runtime: Runtime, done: int, version: int) -> dict[str, EvaluatedSet]:
     try:
-        context = IterationContext(runtime.config, done, runtime)
+        context = IterationContext(runtime, done)
         return (await evaluate_version(context, done, version))["sets"]
     finally:
         await runtime.close(end_actors=True)

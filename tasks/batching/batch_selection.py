@@ -28,7 +28,6 @@ async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> li
     Returns the kept groups. Groups deferred to the iteration come first. filter.oversample releases more groups, which are
     judged in their turn, so that they do not change which groups are kept.
     """
-    assert ctx.stream is not None
     if ctx.config.pipeline.rollouts_from:
         return await _among_stored(judging, need)
     spare = math.ceil(ctx.config.filter.oversample * ctx.config.rollout.prompts)
@@ -79,7 +78,6 @@ async def until_cut(
 
     The cut holds from its commit on: a start after a kill reads it again.
     """
-    assert ctx.stream is not None
     cut, taken_in = await asyncio.to_thread(read_cut, ctx), False
     while True:
         revision = ctx.stream.revision
@@ -113,13 +111,11 @@ async def until_cut(
 
 def _begun(ctx: IterationContext, judging: Judging) -> list[ScoredGroup]:
     """The released groups, and the groups deferred to the iteration."""
-    assert ctx.stream is not None
     return [g for g in judging.groups if g.joined is not None or g.ordinal < ctx.stream.released]
 
 
 async def _release_for_dropped(ctx: IterationContext, judging: Judging) -> bool:
     """Release one more group of the draw for each dropped one; returns whether there was one."""
-    assert ctx.stream is not None
     first = ctx.records["sample_prompts"].get("released", ctx.fresh_groups)
     drawn = [group for group in judging.groups if group.joined is None]
     dropped = sum(bool(g.judgement and not g.judgement.keep) for g in _begun(ctx, judging))

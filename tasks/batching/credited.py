@@ -24,11 +24,7 @@ CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only a user's function takes long
 
 def read_chosen(ctx: IterationContext, groups: list[ScoredGroup]) -> KeptGroups:
     """The groups that are trained, with their scored samples. Parts of replaced shards do not count."""
-    if ctx.shards is None:
-        paths = list_parts(ctx.folder, "rollouts")
-    else:
-        assert ctx.stream is not None
-        paths = ctx.stream.parts("rollouts")
+    paths = ctx.stream.parts("rollouts") if ctx.shards else list_parts(ctx.folder, "rollouts")
     return read_kept(ctx.landed, paths, groups, partial(sample_ids, ctx))
 
 

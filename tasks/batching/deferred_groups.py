@@ -56,7 +56,6 @@ def _opened(content: Any, url: str) -> Cut:
 
 async def receive_deferred(ctx: IterationContext, generated: Callable[[], Awaitable[None]]) -> None:
     """Tell the iteration's tasks what was deferred to it. generated: returns when the previous iteration has generated."""
-    assert ctx.stream is not None
     before = ctx.run_folder.iteration(ctx.index - 1)
     if ctx.config.pipeline.select == "finish" or (ctx.index and await asyncio.to_thread(before.exists, CUT)):
         await generated()

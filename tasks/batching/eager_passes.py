@@ -29,7 +29,9 @@ from millrace.tasks.stream import Stream
 
 
 async def pass_early(ctx: IterationContext) -> None:
-    """Make passes until the batch is filled."""
+    """Make passes until the batch is filled, if the iteration is trained in chunks."""
+    if not ctx.eager:
+        return
     try:
         await eager_passes(ctx)
     except ActorLostError as error:
@@ -47,9 +49,8 @@ async def pass_early(ctx: IterationContext) -> None:
 )
 async def eager_passes(ctx: IterationContext) -> int:
     """Pass chunk after chunk as their groups are whole, until the batch is filled; returns how many chunks the ranks hold."""
-    assert ctx.stream is not None
     stream, chunks, held = ctx.stream, _Chunks(ctx), 0
-    ctx.seconds["eager"] = 0.0
+    ctx.times.seconds["eager"] = 0.0
     while not stream.settled:
         revision = stream.revision
         if held < len(chunks.files):
@@ -100,8 +101,7 @@ async def _pass(ctx: IterationContext, number: int, file: FileEntry) -> int:
         url = ctx.folder.url_of(file.path)
         held = await ranks.together(Rank.pass_chunk, ctx.version_after, number, url, file.sha256)
         ended = time.perf_counter()
-    assert ctx.stream is not None
-    ctx.seconds["eager"] += max(0.0, min(ended, ctx.stream.settled_at) - started)
-    first, _ = ctx.intervals.get("eager_passes", (started, ended))
-    ctx.intervals["eager_passes"] = first, ended
+    ctx.times.seconds["eager"] += max(0.0, min(ended, ctx.stream.settled_at) - started)
+    first, _ = ctx.times.intervals.get("eager_passes", (started, ended))
+    ctx.times.intervals["eager_passes"] = first, ended
     return held

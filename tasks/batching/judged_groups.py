@@ -40,7 +40,6 @@ class Judging:
 
     async def open(self) -> None:
         """List the parts of an earlier attempt."""
-        assert self._ctx.stream is not None
         self._ctx.stream.add_listed("rewards", await self._listed("rewards"))
         # listed after the rewards, since a scored sample was generated before
         if self._wanted or self._ctx.shards:
@@ -54,7 +53,6 @@ class Judging:
     async def read(self) -> None:
         """Read the parts that have landed since."""
         ctx = self._ctx
-        assert ctx.stream is not None
         for path in [path for path in ctx.stream.parts("rewards") if path not in self._read]:
             table = await asyncio.to_thread(ctx.folder.read_table, path, "rewards")
             self._waiting += (ScoredSample(**row) for row in table.to_pylist())

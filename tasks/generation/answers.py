@@ -125,7 +125,7 @@ class Answers:
 
     def _joined(self, group: DrawnGroup) -> Joined | None:
         """The deferred state of a group that was deferred to the iteration; None for others."""
-        return self._ctx.stream.joined if self._ctx.stream and group.deferrals else None
+        return self._ctx.stream.joined if group.deferrals else None
 
     def _own(self, group: DrawnGroup) -> dict[str, Any]:
         """Sampling parameters that the group's row names."""

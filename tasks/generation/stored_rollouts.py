@@ -7,7 +7,7 @@ that made them. Existing files are compared and kept: a start after a kill copie
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -50,7 +50,7 @@ async def take_rollouts(ctx: IterationContext) -> None:
                 where=ctx.folder.url,
                 remedy="take another run's rollouts",
             )
-        cast(dict[str, Any], ctx.records)[name] = record
+        ctx.add_record(name, record)
 
 
 def _take(ctx: IterationContext) -> None:

@@ -168,7 +168,6 @@ async def rollout_progress(ctx: IterationContext) -> None:
 
     A short rollout shows nothing. An update that Prefect's server does not take is dropped: the next one follows soon.
     """
-    assert ctx.stream is not None
     shown_at, artifact, revision = time.monotonic(), None, 0
     logged_at = shown_at
     while not ctx.stream.settled:

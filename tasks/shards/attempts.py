@@ -30,7 +30,7 @@ from millrace.core.errors import (
     EngineError,
     EngineLostError,
     EngineStalledError,
-    only_first_error,
+    together,
 )
 from millrace.core.sharding import PlacedShare, shares
 from millrace.tasks.context import IterationContext
@@ -135,15 +135,14 @@ class Attempts:
     ) -> list[Record]:
         """Run all shards of one kind of work to their end; their records. kinds: of the parts that they write."""
         placed = shares(await self._ctx.runtime.board.nodes(), self._ctx.config.rollout.shards)
-        with only_first_error():
-            async with asyncio.TaskGroup() as group:
-                running = [
-                    group.create_task(self._shard(side, task, work, kinds, number, each))
-                    for number, each in enumerate(placed)
-                ]
-                watching = group.create_task(side.until_failed())
-                records = list(await asyncio.gather(*running))
-                watching.cancel()
+        async with together() as group:
+            running = [
+                group.create_task(self._shard(side, task, work, kinds, number, each))
+                for number, each in enumerate(placed)
+            ]
+            watching = group.create_task(side.until_failed())
+            records = list(await asyncio.gather(*running))
+            watching.cancel()
         await side.catch_up()
         for kind in kinds:
             await self.remove_strays(side, kind)
@@ -393,10 +392,9 @@ class DriverSide:
 
     async def _work(self) -> None:
         try:
-            with only_first_error():
-                async with asyncio.TaskGroup() as group:
-                    for work in (self._follow, self._relay, self._serve_engines):
-                        group.create_task(work())
+            async with together() as group:
+                for work in (self._follow, self._relay, self._serve_engines):
+                    group.create_task(work())
         except ShardReplacedError as error:
             raise ActorLostError(f"the board of the run was made again: {error}") from None
         finally:

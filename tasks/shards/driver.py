@@ -35,29 +35,23 @@ WRITTEN: tuple[Kind, ...] = ("rollouts", "turns")  # by shards that generate
 
 
 @contextlib.asynccontextmanager
-async def open_shards(ctx: IterationContext) -> AsyncIterator[None]:
-    """Within, rollout and reward of the iteration work in shards, if the configuration says so."""
+async def open_shards(ctx: IterationContext) -> AsyncIterator[IterationContext]:
+    """Yields the iteration with shards for rollout and reward, if the configuration says so."""
     if not in_shards(ctx.config) or not await can_start(ctx):
-        yield
+        yield ctx
         return
-    ctx.shards = sharded = ShardedIteration(ctx, on_ray())
+    sharded = ShardedIteration(ctx, on_ray())
     try:
-        yield
+        yield ctx.working_in(sharded)
     finally:
         await sharded.close()
 
 
-@contextlib.asynccontextmanager
-async def open_evaluation(ctx: IterationContext) -> AsyncIterator[None]:
-    """Within, an evaluation is made in shards, if the configuration says so."""
+async def with_evaluation_shards(ctx: IterationContext) -> IterationContext:
+    """The iteration with shards for an evaluation, if the configuration says so."""
     if not in_shards(ctx.config) or not await can_start(ctx):
-        yield
-        return
-    ctx.evaluation_shards = ShardedEvaluation(ctx, on_ray())
-    try:
-        yield
-    finally:
-        ctx.evaluation_shards = None
+        return ctx
+    return ctx.working_in(evaluation_shards=ShardedEvaluation(ctx, on_ray()))
 
 
 async def can_start(ctx: IterationContext) -> bool:
@@ -83,7 +77,6 @@ class ShardedIteration(Attempts):
     """The shards of one iteration's batch."""
 
     def __init__(self, ctx: IterationContext, run: RunShard) -> None:
-        assert ctx.stream is not None
         super().__init__(ctx, Batch(ctx.index), ctx.stream, lambda: ctx.versions, run)
 
     async def rollout(self) -> RolloutRecord:

@@ -39,7 +39,7 @@ from millrace.core.contracts.ids import rollout_of
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import FileRecord, RewardRecord, RolloutRecord
 from millrace.core.contracts.topics import Evaluation
-from millrace.core.errors import EngineError, EngineLostError, EngineStalledError, only_first_error
+from millrace.core.errors import EngineError, EngineLostError, EngineStalledError, together
 from millrace.core.hooks.loading import search_in
 from millrace.core.plain_text import take_any_text
 from millrace.tasks.batching.deferred_groups import deferred_to
@@ -101,10 +101,8 @@ async def make_rollouts(ctx: ShardContext) -> RolloutRecord:
 
 async def make_rewards(ctx: ShardContext) -> RewardRecord:
     """What `reward_shard` does in its context."""
-    assert ctx.stream is not None
     await ctx.stream.until_joined()
-    ctx.mine = await asyncio.to_thread(ctx.own_groups)
-    record = await score_landing(ctx)
+    record = await score_landing(ctx, await asyncio.to_thread(ctx.own_groups))
     record["files"] = []
     return record
 
@@ -121,10 +119,9 @@ class ShardContext(IterationContext):
 
     def __init__(self, runtime: Runtime, call: ShardCall, stream: ShardStream, address: str) -> None:
         """address: of this node."""
-        super().__init__(runtime.config, call.topic.index, runtime, stream)
-        self.in_shard = True
+        super().__init__(runtime, call.topic.index, stream, share=call.share, in_shard=True)
         self.folder.attempt = call.attempt.number
-        self.topic, self.share = call.topic, call.share
+        self.topic = call.topic
         self._versions = call.versions
         self._followed, self._address = stream, address
         self._failures: list[Failure] = []
@@ -339,12 +336,11 @@ async def shard_context(
     try:
         await stream.catch_up()
         ctx = await asyncio.to_thread(ShardContext, runtime, call, stream, address)
-        with only_first_error():
-            async with asyncio.TaskGroup() as group:
-                beside = [group.create_task(work) for work in (stream.follow(), ctx.receive_deferred())]
-                yield ctx
-                for work in beside:
-                    work.cancel()
+        async with together() as group:
+            beside = [group.create_task(work) for work in (stream.follow(), ctx.receive_deferred())]
+            yield ctx
+            for work in beside:
+                work.cancel()
     finally:
         await stream.engines.close()
 

@@ -74,7 +74,6 @@ async def test_the_next_flow_run_is_created_at_the_hand_over_and_works_when_the_
     gc.unfreeze()
 
     async def iteration(index: int, slot: IterationSlot) -> None:
-        await slot.may_work()
         seen.append(f"{index} works")
         assert (gc.get_freeze_count() > 0) == (index > 0)  # collected between the first two, not amid a sync
         assert str(index + 2) not in await states("follow")
@@ -83,7 +82,6 @@ async def test_the_next_flow_run_is_created_at_the_hand_over_and_works_when_the_
             while index < 2 and (await states("follow")).get(str(index + 2)) != "Running":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         seen.append(f"{index} is done")
-        await slot.reach(Stage.DONE)
 
     await run_iterations(iteration, "iteration", run_named("follow"), 0)
     assert seen == [f"{index} {what}" for index in range(3) for what in ("works", "is done")]
@@ -95,14 +93,12 @@ async def test_what_fails_ends_the_run_by_its_own_error_and_nothing_works_after_
     name, worked = f"fails-{handed_over}".lower(), []
 
     async def iteration(index: int, slot: IterationSlot) -> None:
-        await slot.may_work()
         worked.append(index)
         if handed_over:
             await slot.reach(Stage.TRAINED)
         if index == 1:
             raise ValueError("no")
         await slot.reach(Stage.TRAINED)
-        await slot.reach(Stage.DONE)
 
     with pytest.raises(ValueError, match="no"):
         await run_iterations(iteration, "iteration", run_named(name), 0)
@@ -195,7 +191,6 @@ async def test_a_run_that_is_cancelled_ends_the_iteration_that_works() -> None:
     working, ended = asyncio.Event(), asyncio.Event()
 
     async def iteration(index: int, slot: IterationSlot) -> None:
-        await slot.may_work()
         working.set()
         try:
             await asyncio.sleep(PATIENCE_S)
@@ -220,13 +215,11 @@ async def test_what_lives_of_iterations_that_are_done_does_not_grow_with_them(tm
         return {"number": context.number}
 
     async def iteration(index: int, slot: IterationSlot) -> None:
-        await slot.may_work()
         context = Held(index)
         contexts.add(context)
         record = await kept_at(f"a/iterations/{index:06d}/results/work.json", work, storage)(context)
         assert record == {"number": index}
         await slot.reach(Stage.TRAINED)
-        await slot.reach(Stage.DONE)
 
     await run_iterations(iteration, "iteration", run_named("light", 3 * AT_MOST), 0)
     gc.unfreeze()  # what was frozen is not among the objects that follow
@@ -245,11 +238,9 @@ async def test_free_memory_is_given_back_now_and_then_while_no_iteration_works(
     monkeypatch.setattr(garbage, "give_back_memory", lambda: seen.append("given back"))
 
     async def iteration(index: int, slot: IterationSlot) -> None:
-        await slot.may_work()
         await asyncio.sleep(0)
         seen.append(f"{index} works")
         await slot.reach(Stage.TRAINED)
-        await slot.reach(Stage.DONE)
 
     await run_iterations(iteration, "iteration", run_named("gives-back", 5), 0)
     worked = [index for index, what in enumerate(seen) if what.endswith("works")]
@@ -262,9 +253,7 @@ async def test_after_a_pause_no_iteration_goes_on_in_the_flow_run_of_another() -
     starts = iter([(1, 0), (2, 1)])
 
     async def work(index: int, slot: IterationSlot) -> None:
-        await slot.may_work()
-        for stage in Stage:
-            await slot.reach(stage)
+        await slot.reach(Stage.LEFT_ENGINES)
 
     @flow(name="paused")
     async def paused() -> None:

@@ -31,7 +31,7 @@ class Iteration:
         self.ranks = ranks
         runtime = Runtime(config)
         runtime.memory._trainer = ranks
-        self.ctx = ctx = IterationContext(config, index, runtime, Stream(released=DRAWN, joined=Joined()))
+        self.ctx = ctx = IterationContext(runtime, index, Stream(released=DRAWN, joined=Joined()))
         groups = [drawn_group(number, iteration=index) for number in range(DRAWN)]
         ctx.folder.write_table("prompts.parquet", schema.to_table(groups, "prompts"), "prompts")
 

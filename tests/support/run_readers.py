@@ -26,6 +26,7 @@ from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
+from millrace.core.waits.deadline import USUAL
 from millrace.flows.tools.branch import branch_run
 from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.ledger import accounts_of_run
@@ -51,16 +52,15 @@ def resume(root: str) -> Numbers:
     """What a driver reads before it goes on with the open iteration, and its trainer to hold the newest version."""
     folder, record = RunFolder(root, "a"), run_record(root, "a")
     commit_again(folder)
-    ctx = IterationContext(
-        cast(Any, SimpleNamespace(run=SimpleNamespace(name="a"))),
-        OPEN,
-        cast(Any, SimpleNamespace(run_folder=folder)),
-    )
+    config = SimpleNamespace(run=SimpleNamespace(name="a"), run_limit=USUAL)
+    ctx = IterationContext(cast(Any, SimpleNamespace(run_folder=folder, config=config)), OPEN)
     for task in RECORDED:
         _check_found(ctx, task)
     files = IterationFiles(folder, OPEN)
     there = {task: files.record(task) for task in RECORDED}
-    ctx.records = cast(Any, {task: record for task, record in there.items() if record})
+    for task, record_of in there.items():
+        if record_of:
+            ctx.add_record(task, record_of)
     return {
         **taken_in(ctx),
         "config": record["config"],
@@ -211,7 +211,7 @@ class Evaluation:
             await engine.weights.update_from_disk(str(export), version)
             live = {"memory": SimpleNamespace(for_engines=ready), "prompts": Prompts(config, folder)}
             runtime = cast(Any, SimpleNamespace(run_folder=folder, scoring=scoring, **live))
-            record = await evaluate_version(IterationContext(config, OPEN, runtime), OPEN + 1, version)
+            record = await evaluate_version(IterationContext(runtime, OPEN), OPEN + 1, version)
         finally:
             scoring.close()
             await engine.close()

@@ -187,19 +187,17 @@ class Place:
 
     def context(self, index: int = INDEX, joined: Joined | None = NOTHING) -> IterationContext:
         """The iteration, as a start of the driver finds it."""
-        ctx = IterationContext(self.config, index, self.runtime, Stream(GROUPS - 1, joined=joined))
+        ctx = IterationContext(self.runtime, index, Stream(GROUPS - 1, joined=joined))
         if not ctx.folder.exists("prompts.parquet"):
             first = (index - INDEX) * GROUPS  # number of the first group of the draw
             groups = [drawn_group(first + n, ordinal=n, iteration=index) for n in range(GROUPS)]
             ctx.folder.write_table("prompts.parquet", schema.to_table(groups, "prompts"), "prompts")
-        ctx.shards = ShardedIteration(ctx, self.run_shard)
         ctx.engines_at = self._engines  # type: ignore[method-assign]
-        return ctx
+        return ctx.working_in(ShardedIteration(ctx, self.run_shard))
 
     async def rollout(self, ctx: IterationContext, settle_at: int) -> Any:
         """Roll out until so many samples are stored."""
         assert ctx.shards is not None
-        assert ctx.stream is not None
         working = asyncio.create_task(ctx.shards.rollout())
         try:
             await until(lambda: rows(ctx, "rollouts") >= settle_at or working.done())

@@ -144,7 +144,6 @@ def test_a_sample_that_was_deferred_before_has_a_row_also_where_a_kill_kept_it_f
     ctx = context(tmp_path)
     group = replace(GROUP, deferrals=1)
     before = sample_of(group, 0, "", length=length, status="aborted")
-    assert ctx.stream is not None
     ctx.stream.joined = Joined([group], begun={before.sample_id: before})
     prompts = SimpleNamespace(
         sample_seed=lambda group, index: before.seed,

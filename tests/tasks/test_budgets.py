@@ -118,7 +118,7 @@ SAID_BY_SERVERS = {  # tests/connectors/rewards/test_served_teacher.py: the mess
 @pytest.fixture
 def ctx(make_config: Callable[..., RunConfig]) -> IterationContext:
     config = make_config(filter={"when_insufficient": "stop"})
-    return IterationContext(config, 1, Runtime(config))
+    return IterationContext(Runtime(config), 1)
 
 
 def test_every_limit_of_the_configuration_has_a_row() -> None:
@@ -151,7 +151,7 @@ def test_a_limit_with_one_cause_is_named_by_its_message(field: str) -> None:
 
 def test_the_page_on_debugging_quotes_what_is_said(make_config: Callable[..., RunConfig]) -> None:
     config = make_config(rollout={"prompts": 4, "samples_per_prompt": 8})
-    rewards = reward_budget(IterationContext(config, 0, Runtime(config)))
+    rewards = reward_budget(IterationContext(Runtime(config), 0))
     engines = RestartBudget(3, lambda: Path("runs/mine/logs"))
 
     def scored() -> None:

@@ -91,7 +91,6 @@ async def test_the_next_iterations_shards_go_on_with_what_was_deferred_and_score
         engine.version = 2
         engine.asked.clear()
     after = place.context(INDEX + 1, joined=None)
-    assert after.stream is not None
     assert after.shards is not None
     every = {sample_id(f"g{number}", n) for number in range(6, 11) for n in range(SAMPLES)}
     every |= {sample_id(group, n) for group in DEFERRED_GROUPS for n in range(SAMPLES)}

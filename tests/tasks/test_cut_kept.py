@@ -33,7 +33,7 @@ NOTHING_BEGUN = SimpleNamespace(begun=[])  # every sample is whole
 
 
 def context(config: RunConfig, index: int = 1, *, run: str | None = None) -> IterationContext:
-    ctx = IterationContext(config, index, Runtime(config), Stream(released=DRAWN))
+    ctx = IterationContext(Runtime(config), index, Stream(released=DRAWN))
     if run:
         ctx.run_folder.owner.drive_as(run)
     return ctx

@@ -60,6 +60,7 @@ def context(
         return Outcome("done", score_sample(function.function, function.options, sample, selected.field))
 
     runtime: Any = SimpleNamespace(
+        config=config,
         run_folder=RunFolder(config.storage.root, config.run.name),
         memory=SimpleNamespace(for_engines=ready),
         scoring=SimpleNamespace(
@@ -72,7 +73,7 @@ def context(
             ),
         ),
     )
-    return IterationContext(config, 1, runtime)
+    return IterationContext(runtime, 1)
 
 
 def rows(ctx: IterationContext, done: int) -> list[dict[str, Any]]:

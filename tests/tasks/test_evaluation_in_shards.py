@@ -52,8 +52,7 @@ def place_of(make_shards: MakeShards, **sections: Any) -> Place:
 
 def in_shards(place: Place) -> IterationContext:
     ctx = place.context()
-    ctx.evaluation_shards = ShardedEvaluation(ctx, place.run_shard)
-    return ctx
+    return ctx.working_in(evaluation_shards=ShardedEvaluation(ctx, place.run_shard))
 
 
 def stored(ctx: IterationContext) -> Counter[str]:

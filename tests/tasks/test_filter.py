@@ -70,7 +70,7 @@ def judged(make_config: Callable[..., RunConfig]) -> Callable[..., Any]:
 
     async def run(**settings: Any) -> tuple[FilterRecord, dict[str, str | None]]:
         config = make_config(filter={"refill_factor": 1.0, **settings})
-        ctx = IterationContext(config, 1, Runtime(config), Stream(released=2))
+        ctx = IterationContext(Runtime(config), 1, Stream(released=2))
         if not ctx.folder.exists("prompts.parquet"):
             groups = [drawn(number) for number in range(DRAWN)]
             ctx.folder.write_table("prompts.parquet", schema.to_table(groups, "prompts"), "prompts")

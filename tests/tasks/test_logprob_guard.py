@@ -57,7 +57,7 @@ def runtime_with(root: Path, ranks: Ranks, limit: float | str = "auto", **algori
 
 def context(runtime: Runtime, index: int) -> IterationContext:
     """An iteration whose batch is recorded."""
-    ctx = IterationContext(runtime.config, index, runtime)
+    ctx = IterationContext(runtime, index)
     ctx.records["filter"] = cast(FilterRecord, {"files": [BATCH]})
     ctx.records["sample_supervised"] = cast(SampleSupervisedRecord, {"files": [BATCH]})
     return ctx

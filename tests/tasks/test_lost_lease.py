@@ -30,7 +30,7 @@ def stale(make_config: Callable[..., RunConfig]) -> Runtime:
 
 async def test_it_starts_no_task(stale: Runtime) -> None:
     with pytest.raises(LeaseHeldError, match="taken over by process"):
-        await run_recorded(rollout, IterationContext(stale.config, 0, stale))
+        await run_recorded(rollout, IterationContext(stale, 0))
 
 
 async def test_it_ends_no_actor(stale: Runtime) -> None:

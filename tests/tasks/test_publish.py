@@ -34,7 +34,7 @@ TOKENS = 3  # of each sample
 async def filtered(make_config: Callable[..., RunConfig]) -> tuple[IterationContext, list[FileRecord]]:
     """An iteration of two groups whose batch is fixed, and the entries of its rollout parts."""
     config = make_config()
-    ctx = IterationContext(config, 1, Runtime(config), Stream(released=2))
+    ctx = IterationContext(Runtime(config), 1, Stream(released=2))
     groups = [drawn_group(number) for number in range(2)]
     ctx.folder.write_table("prompts.parquet", schema.to_table(groups, "prompts"), "prompts")
     parts: list[FileRecord] = []
@@ -100,8 +100,8 @@ async def test_no_figure_of_a_task_has_the_wait_for_engines_or_trainer_in_it(
     filtered: tuple[IterationContext, list[FileRecord]],
 ) -> None:
     ctx, _ = filtered
-    ctx.intervals = {task: interval for task, (interval, _) in WORKED.items()}
-    ctx.trainer_s = 1.5
+    ctx.times.intervals = {task: interval for task, (interval, _) in WORKED.items()}
+    ctx.times.trainer_s = 1.5
     metrics, _ = _figures(ctx)
     expected = {name: value for _, figures in WORKED.values() for name, value in figures.items()}
     times = {name: value for name, value in metrics.items() if name.startswith("time/")}
@@ -116,7 +116,7 @@ async def test_a_rollout_that_an_earlier_start_made_takes_no_time_now(
     filtered: tuple[IterationContext, list[FileRecord]],
 ) -> None:
     ctx, _ = filtered
-    ctx.intervals = {"rollout": (1.0, 1.25)}
+    ctx.times.intervals = {"rollout": (1.0, 1.25)}
     assert ctx.worked == {"engines": (1.0, 1.25), "rollout": (1.25, 1.25)}
 
 

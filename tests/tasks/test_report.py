@@ -25,8 +25,8 @@ from millrace.tasks.runtime.tracking import Tracking
 def test_the_last_iteration_is_n_of_n(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
     folder = RunFolder(config.storage.root, config.run.name)
-    runtime: Any = SimpleNamespace(run_folder=folder)
-    assert _name(IterationContext(config, config.run.iterations - 1, runtime)) == "iteration 2 of 2"
+    runtime: Any = SimpleNamespace(run_folder=folder, config=config)
+    assert _name(IterationContext(runtime, config.run.iterations - 1)) == "iteration 2 of 2"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def context(root: Path) -> IterationContext:
             "rollout": {"prompts": 1, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 4}},
         }
     )
-    return IterationContext(config, 0, Runtime(config), Stream(released=1))
+    return IterationContext(Runtime(config), 0, Stream(released=1))
 
 
 def row(group: str) -> GeneratedSample:
@@ -38,7 +38,6 @@ def row(group: str) -> GeneratedSample:
 
 
 def landed(ctx: IterationContext) -> list[str]:
-    assert ctx.stream is not None
     return ctx.stream.parts("rollouts")
 
 

@@ -35,8 +35,7 @@ def make_context(make_config: MakeConfig) -> Callable[..., IterationContext]:
     def make(*, corrected: bool = False, **settings: Any) -> IterationContext:
         options = {"function": FUSSY, "options": {"corrected": corrected}}
         config = make_config(reward={**options, **settings})
-        ctx = IterationContext(config, 1, Runtime(config), Stream(released=2))
-        assert ctx.stream is not None
+        ctx = IterationContext(Runtime(config), 1, Stream(released=2))
         ctx.stream.settled = True
         return ctx
 
@@ -178,7 +177,7 @@ async def test_once_the_batch_is_fixed_nothing_is_scored_again(
 async def test_groups_that_only_the_failures_called_for_are_returned(make_config: MakeConfig) -> None:
     """An earlier attempt drew a third group in place of one that could not be scored; it is not needed any more."""
     config = make_config()
-    ctx = IterationContext(config, 1, Runtime(config), Stream(released=2))
+    ctx = IterationContext(Runtime(config), 1, Stream(released=2))
     groups = [drawn_group(number) for number in range(4)]
     ctx.folder.write_table("prompts.parquet", schema.to_table(groups, "prompts"), "prompts")
     generated(ctx, *[GOOD] * 12)

@@ -36,7 +36,7 @@ def drawn(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Drawn]:
         )
         runtime = Runtime(config)
         runtime.prompts.use_seed_name(seed_name)
-        groups = draw_groups(IterationContext(config, 0, runtime), config.rollout.prompts, 6)[0]
+        groups = draw_groups(IterationContext(runtime, 0), config.rollout.prompts, 6)[0]
         return [
             asdict(group)
             | {"samples": [sample_id(group.group_id, index) for index in range(4)]}

@@ -169,7 +169,6 @@ class Place:
     """A driver's side of a topic, and shards in the same process."""
 
     def __init__(self, ctx: IterationContext) -> None:
-        assert ctx.stream is not None
         self.ctx = ctx
         self.actor = cast(Actor[Board], LocalBoard())
         self.side = DriverSide(ctx, Link(self.actor, TOKEN, TOPIC), ctx.stream, no_engines)
@@ -185,7 +184,7 @@ class Place:
 @pytest.fixture
 async def place(make_config: Callable[..., RunConfig]) -> AsyncIterator[Place]:
     config = make_config(rollout={"max_failed_share": 0.2})
-    found = Place(IterationContext(config, INDEX, Runtime(config), Stream(released=2)))
+    found = Place(IterationContext(Runtime(config), INDEX, Stream(released=2)))
     await found.side.open()
     yield found
     await found.side.close()
@@ -197,7 +196,6 @@ async def test_what_a_shard_writes_reaches_the_driver_and_its_own_number(place: 
     await first.tell_landed("rollouts", file("a"))
     await second.tell_landed("rollouts", file("b"))
     await place.side.catch_up()
-    assert place.ctx.stream is not None
     assert place.ctx.stream.parts("rollouts") == ["rollouts/a", "rollouts/b"]
     assert [file["path"] for file in place.ctx.parts["rollouts"]] == ["rollouts/a", "rollouts/b"]
     await scoring.catch_up()
@@ -209,7 +207,6 @@ async def test_releases_and_the_end_reach_the_shards(place: Place) -> None:
     shard = await place.shard(0)
     while shard.released < 2:
         await shard.catch_up(1)
-    assert place.ctx.stream is not None
     await place.ctx.stream.release(4)
     await place.ctx.stream.settle()
     while not shard.settled:
@@ -254,7 +251,6 @@ async def test_what_a_dead_shard_wrote_counts_and_what_it_writes_after_it_was_re
     place: Place,
 ) -> None:
     ctx = place.ctx
-    assert ctx.stream is not None
     attempts = Attempts(ctx, TOPIC, ctx.stream, lambda: ctx.versions, on_ray())
 
     def write(sample: str) -> str:

@@ -114,7 +114,7 @@ async def test_a_shard_that_dies_again_and_again_ends_the_task(make_shards: Call
     async def dead(*_: Any) -> Any:
         raise ActorLostError("its process died")
 
-    place.ctx.shards = ShardedIteration(place.ctx, dead)
+    place.ctx = place.ctx.working_in(ShardedIteration(place.ctx, dead))
     with pytest.raises(ActorLostError, match="its task was tried 3 times"):
         await place.rollout(place.ctx, len(EVERY))
 
@@ -167,9 +167,10 @@ async def test_engines_that_cannot_be_made_ready_fail_the_samples_with_the_reaso
     async def none(_: VersionRange) -> Dispatcher:
         raise EngineError("engine-0 does not start")
 
-    place.ctx.engines_at = none  # type: ignore[method-assign]
+    ctx = place.ctx
+    ctx.engines_at = none  # type: ignore[method-assign]
     with pytest.raises(BudgetError, match="engine-0 does not start"):
-        await place.rollout(place.ctx, 10_000)
+        await place.rollout(ctx.working_in(ShardedIteration(ctx, place.run_shard)), 10_000)
 
 
 async def test_rewards_of_all_shards_are_one_record(make_shards: Callable[..., Place]) -> None:
@@ -178,7 +179,6 @@ async def test_rewards_of_all_shards_are_one_record(make_shards: Callable[..., P
     await place.rollout(ctx, len(EVERY))
     again = place.context()
     assert again.shards is not None
-    assert again.stream is not None
     scoring = asyncio.create_task(again.shards.reward())
     await until(lambda: rows(again, "rewards") >= len(EVERY) or scoring.done())
     await again.stream.settle()
@@ -199,7 +199,7 @@ async def test_a_shard_that_starts_late_counts_for_no_board_that_was_made_since(
         calls.append(call)
         return await place.run_shard(task, call, node)
 
-    place.ctx.shards = ShardedIteration(place.ctx, noted)
+    place.ctx = place.ctx.working_in(ShardedIteration(place.ctx, noted))
     await place.rollout(place.ctx, len(EVERY))
     cast(Any, place.actor).board = made_since = LocalBoard().board
     made_since.serve(place.facts)
@@ -209,7 +209,6 @@ async def test_a_shard_that_starts_late_counts_for_no_board_that_was_made_since(
     await until(lambda: len(calls) == 4)
     with pytest.raises(ShardReplacedError, match="does not wait for this attempt"):
         await place._work("rollout_shard", calls[0])
-    assert again.stream is not None
     await again.stream.settle()
     await working
     await again.shards.close()

@@ -29,7 +29,7 @@ PATIENCE_S = 20.0
 
 async def test_the_reward_task_ends_where_the_rollout_is_gone(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
-    ctx = IterationContext(config, 0, Runtime(config), Stream(2, limit=SHORT))
+    ctx = IterationContext(Runtime(config), 0, Stream(2, limit=SHORT))
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(StalledError, match=r"parts of samples and of rewards: nothing moved for 0\.2 s"):
             await reward.fn(ctx)

@@ -42,7 +42,7 @@ def cut(make_config: MakeConfig, global_batch: int, scored: list[bool]) -> list[
         if kept
     ]
     kept = KeptGroups(groups, pa.table({}), scores)
-    steps = _steps(IterationContext(config, 1, Runtime(config)), kept)
+    steps = _steps(IterationContext(Runtime(config), 1), kept)
     assert list(steps) == [score.sample_id for score in scores]
     return list(steps.values())
 

@@ -49,7 +49,7 @@ def context(source: RunFolder, index: int = 0) -> IterationContext:
     root = str(Path(source.store.url).parent)
     values = {**CONFIG, "run": {"name": "b"}, "pipeline": {"rollouts_from": "a"}, "storage": {"root": root}}
     config = RunConfig.model_validate({**values, "evaluation": {}})
-    return IterationContext(config, index, Runtime(config))
+    return IterationContext(Runtime(config), index)
 
 
 def take(ctx: IterationContext) -> None:

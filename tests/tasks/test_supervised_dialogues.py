@@ -75,7 +75,7 @@ def make_context(tmp_path: Path, make_config: MakeConfig) -> Callable[..., Itera
     def make(ranks: Ranks, index: int = 0) -> IterationContext:
         runtime = Runtime(config)
         runtime.memory._trainer = ranks  # type: ignore[assignment]
-        return IterationContext(config, index, runtime)
+        return IterationContext(runtime, index)
 
     return make
 

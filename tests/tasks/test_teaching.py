@@ -62,8 +62,7 @@ def start(
         algorithm = {"preset": "opd", "teacher_server": teacher}
         function = {"function": "millrace.core.rewards.text:contains", **settings}
         config = make_config(reward=function, algorithm=algorithm, model={"path": str(tiny_model)})
-        ctx = IterationContext(config, 1, Runtime(config), Stream(released=2))
-        assert ctx.stream is not None
+        ctx = IterationContext(Runtime(config), 1, Stream(released=2))
         ctx.stream.settled = True
         return ctx
 

@@ -134,8 +134,7 @@ class Driver:
         self.ready = asyncio.Event()
         self.board = LocalBoard()
         self.link = Link(cast(Actor[Board], self.board), TOKEN, TOPIC)
-        ctx = IterationContext(config, 1, Runtime(config), Stream(released=0))
-        assert ctx.stream is not None
+        ctx = IterationContext(Runtime(config), 1, Stream(released=0))
         self.side = DriverSide(ctx, self.link, ctx.stream, self._engines)
 
     async def _engines(self) -> Dispatcher:

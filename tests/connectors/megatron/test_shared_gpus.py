@@ -169,7 +169,7 @@ async def test_engines_sleep_while_a_checkpoint_is_saved_and_take_the_weights_ag
     await step(driver, tmp_path, 1)
     await driver.memory.update_engines(1)
     assert await released() == ["kv_cache"]
-    record = await checkpoint.fn(IterationContext(driver.config, 0, driver))
+    record = await checkpoint.fn(IterationContext(driver, 0))
     assert record["saved"] == "checkpoints/000001"
     assert await released() == BOTH
     answer = await (await driver.memory.for_engines(VersionRange.only(1))).generate(

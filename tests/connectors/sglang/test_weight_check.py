@@ -73,12 +73,13 @@ def context(make_fleet: MakeFleet, tiny_model: Path, tmp_path: Path) -> Callable
             }
         )
         runtime = SimpleNamespace(
+            config=config,
             memory=Memory(make_fleet(), served, Ranks(trained)),
             prompts=SimpleNamespace(tokenizer=PromptTokenizer.load(config.model)),
             run_folder=SimpleNamespace(iteration=lambda _: None),
             board=BoardKeeper(config, cast(Any, None), cast(Any, None)),  # there are no shards
         )
-        return IterationContext(config, 0, cast(Any, runtime))
+        return IterationContext(cast(Any, runtime), 0)
 
     return make
 
