@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.support.slow_members import slow_but
+
 PAGES = """
 import resource, sys, time
 import millrace
@@ -34,7 +36,7 @@ print(first, min(later))  # the least: a machine may stand still for longer than
 """
 
 
-@pytest.mark.parametrize("given", [None, "1000"])
+@pytest.mark.parametrize("given", slow_but([None, "1000"], None))
 def test_memory_that_was_freed_a_second_ago_is_there_unless_the_environment_says_otherwise(
     given: str | None,
 ) -> None:

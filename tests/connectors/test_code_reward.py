@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from millrace.connectors.user_code.code_reward import code
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks.protocols import RewardInput, RewardResult
+from tests.support.slow_members import slow_but
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 PATIENT: dict[str, Any] = {"timeout_s": 60, "total_s": 300}
@@ -108,8 +110,14 @@ BAD_ENDS = {
 }
 
 
-@pytest.mark.parametrize("form", ["calls", "human_eval", "mbpp"])
-@pytest.mark.parametrize("end", BAD_ENDS)
+@pytest.mark.parametrize(
+    ("end", "form"),
+    slow_but(
+        product(BAD_ENDS, ["calls", "human_eval", "mbpp"]),
+        *[("it never ends", "calls"), ("it fills the output", "human_eval")],
+        *[("it ends by a signal", "mbpp"), ("it ends with another code than 0", "mbpp")],
+    ),
+)
 def test_results_of_a_process_that_does_not_end_well_pass_nothing(form: str, end: str) -> None:
     """Right results count only with the end of the process that gave them."""
     program, part = BAD_ENDS[end]

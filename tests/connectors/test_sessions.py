@@ -14,6 +14,7 @@ from millrace.connectors.user_code import session_pool
 from millrace.connectors.user_code.session_pool import SessionLostError, SessionPool
 from millrace.core.config.rollout import Session
 from tests.support.session_driver import Driver, start
+from tests.support.slow_members import slow_but
 
 FUNCTIONS = "tests.support.session_functions"
 TIMEOUT_S = 2.0
@@ -91,7 +92,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("function", ENDS)
+@pytest.mark.parametrize("function", slow_but(ENDS, "raises", "sleeps", "hangs_in_c", "multiplies", "exits"))
 async def test_a_rollout_that_misbehaves_is_to_blame_and_nobody_else(make_pool: Make, function: str) -> None:
     reason, ends = ENDS[function]
     pool = make_pool("bad_or_good", workers=1, options={"bad": function})
@@ -165,7 +166,7 @@ async def test_a_slow_async_tool_is_ended_alone(make_pool: Make) -> None:
     assert answers == ["wait gave no answer within 2 s"]
 
 
-@pytest.mark.parametrize("tool", ["spin", "spin_in_c", "crash"])
+@pytest.mark.parametrize("tool", slow_but(["spin", "spin_in_c", "crash"], "spin", "crash"))
 async def test_a_tool_that_takes_its_process_with_it_is_to_blame(make_pool: Make, tool: str) -> None:
     driver = Driver()
     with pytest.raises(SessionLostError) as lost:

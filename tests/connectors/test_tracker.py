@@ -57,6 +57,7 @@ def test_the_same_run_folder_twice_is_one_run(uri: str) -> None:
     assert started(uri, "another-experiment", "by-name", "/runs/by-name", None).run_id != first.run_id
 
 
+@pytest.mark.slow
 def test_runs_that_start_at_once_make_the_database_once(tmp_path: Path) -> None:
     """MLflow's migration fails where another process migrates the same file: `duplicate column name: step`."""
     code = (

@@ -19,6 +19,7 @@ import pytest
 from millrace.connectors.user_code import process
 from millrace.connectors.user_code.pool import Outcome, WorkerPool
 from tests.support import worker_functions as work
+from tests.support.slow_members import slow_but
 
 TIMEOUT_S = 60
 
@@ -113,7 +114,7 @@ async def test_what_looks_like_an_end_of_the_task_is_the_calls_failure(
     assert (outcome.kind, without_line(outcome)) == ("failed", reason)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", slow_but([1, 2, 8], 1, 2))
 async def test_workers_killed_while_idle_are_replaced_and_no_call_notices(size: int) -> None:
     pool = WorkerPool(size)
     try:
@@ -128,7 +129,7 @@ async def test_workers_killed_while_idle_are_replaced_and_no_call_notices(size: 
         pool.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", slow_but([1, 2, 8], 1, 2))
 async def test_workers_killed_at_work_cost_their_own_calls_and_no_waiting_one(
     size: int, tmp_path: Path
 ) -> None:
@@ -211,12 +212,12 @@ async def test_a_call_that_is_ended_takes_the_processes_it_started_along(
     await _ended(sleeper)
 
 
-async def test_fifty_lost_workers_leave_no_thread_process_or_descriptor() -> None:
+async def test_lost_workers_leave_no_thread_process_or_descriptor() -> None:
     pool = WorkerPool(2)
     try:
         await _pids(pool, 2)
         before, lost = _held(), 0
-        while lost < 50:
+        while lost < 16:
             calls = [pool.call(work.sleep, 0.05, timeout_s=TIMEOUT_S) for _ in range(2)]
             for pid in {outcome.value for outcome in await asyncio.gather(*calls)}:
                 os.kill(pid, signal.SIGKILL)

@@ -187,7 +187,7 @@ stages_ = st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     policies_,
     stages_,

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,13 @@ OF_A_CONFIGURATION = (
 )
 
 
-def sentences() -> Iterator[tuple[str, str]]:
+@cache
+def sentences() -> tuple[tuple[str, str], ...]:
     """Every string of the sources that is no docstring, with its place; a value in an f-string reads VALUE."""
+    return tuple(_sentences())
+
+
+def _sentences() -> Iterator[tuple[str, str]]:
     for folder in FOLDERS:
         for file in sorted((SOURCES / folder).rglob("*.py")):
             tree = ast.parse(file.read_text())

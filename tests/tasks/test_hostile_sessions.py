@@ -17,6 +17,7 @@ from millrace.core.contracts.turns import TurnRow
 from millrace.tasks.generation.sessions.runner import MadeSample, session_task
 from millrace.tasks.generation.sessions.session_rollout import Opening
 from tests.support.session_place import CALL, TOKENIZER, Place, shown
+from tests.support.slow_members import slow_but
 
 MODULE = "tests.support.hostile_code"
 TIMEOUT_S = 2
@@ -46,13 +47,14 @@ ENVIRONMENTS = {
     "ends_the_process": "its process ended itself with exit code 5",
     "no_text": "TypeError: an environment returns an Observation, text or Done, not bytes",
 }
+QUICK = ("raises", "hangs_in_c", "forks", "ends_the_process")
 PLACES = [
     (where, recovery)
     for where in ("reset", "step", "close")
     for recovery in ("stateless", "snapshot", "restart")
 ]
 CASES = [
-    pytest.param(what, *at, marks=[] if at == ("step", "snapshot") else [pytest.mark.slow])
+    pytest.param(what, *at, marks=[] if at == ("step", "snapshot") and what in QUICK else [pytest.mark.slow])
     for what in ENVIRONMENTS
     for at in PLACES
     if (what, at[0]) != ("no_text", "close")  # what it returns is nothing to anyone
@@ -95,7 +97,7 @@ def assert_unhurt(samples: list[MadeSample], turns: int) -> None:
         assert shown(trained) == "one<|im_end|>" * turns
 
 
-@pytest.mark.parametrize("what", TOOLS)
+@pytest.mark.parametrize("what", slow_but(TOOLS, "raises", "loops_for_ever", "ends_the_process"))
 async def test_whatever_a_tool_does_is_its_answer_and_the_rest_of_the_batch_is_unhurt(
     make_place: Callable[..., Place], what: str
 ) -> None:

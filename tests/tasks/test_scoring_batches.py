@@ -71,7 +71,9 @@ async def test_groups_that_wait_do_so_together(make_config: Make) -> None:
     ("response", "kind", "reason"),
     [
         ("exits", "died", "ended itself with exit code 3"),
-        ("hangs in C", "timed_out", "no answer within 2 s (reward.timeout_s)"),
+        pytest.param(
+            "hangs in C", "timed_out", "no answer within 2 s (reward.timeout_s)", marks=pytest.mark.slow
+        ),
         ("never", "timed_out", "no answer within 2 s (reward.timeout_s)"),
         ("raises", "failed", "KeyError: 'points'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,18 @@ import pytest
 
 from millrace.tasks.generation.sessions.rollout_record import stored_events
 from tests.support.session_place import Place, shown
+from tests.support.slow_members import slow_but
 
 CUTS = [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("kind", ["Countdown", "SavedCountdown", "calls"])
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    slow_but(
+        product(["Countdown", "SavedCountdown", "calls"], CUTS),
+        *[("Countdown", 0), ("Countdown", 3), ("SavedCountdown", 4), ("calls", 2), ("calls", 5)],
+    ),
+)
 async def test_a_rollout_taken_up_at_any_event_is_the_one_that_was_never_cut(
     make_place: Callable[..., Place], tmp_path: Path, kind: str, cut: int
 ) -> None:
@@ -40,7 +47,7 @@ async def test_a_rollout_taken_up_at_any_event_is_the_one_that_was_never_cut(
     assert [row.order for row in [*stored, *resumed.rows]] == list(range(len(whole.rows)))
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", slow_but([1, 2, 3, 4], 2))
 async def test_calls_side_by_side_are_recorded_each_in_its_place(
     make_place: Callable[..., Place], tmp_path: Path, cut: int
 ) -> None:

@@ -70,9 +70,9 @@ def test_a_queue_longer_than_the_slots_is_served_in_order(make_engine: Callable[
 def test_requests_wait_while_the_cache_is_full_and_it_never_grows_past_its_limit(
     make_engine: Callable[..., Engine],
 ) -> None:
-    engine = make_engine(max_running=64, max_total_tokens=16384)
+    engine = make_engine(max_running=64, max_total_tokens=8192)
     seen: list[int] = []
-    lengths = [900, 20, 20, 400, 30, 1000, 10, 100] * 5
+    lengths = [450, 10, 10, 200, 15, 500, 5, 50] * 5
     jobs = []
     for number, length in enumerate(lengths):
         jobs.append(Job(engine, [10 + number], f"r{number}", max_new_tokens=length))
@@ -80,7 +80,7 @@ def test_requests_wait_while_the_cache_is_full_and_it_never_grows_past_its_limit
     for job, length in zip(jobs, lengths, strict=True):
         assert len(job.result().output) == length
         seen.append(engine.call(lambda: _slots(engine) * engine._slots.cache.capacity))
-    assert max(seen) <= 16384
+    assert max(seen) <= 8192
     assert max(job.most_running for job in jobs) > 8
 
 
@@ -110,8 +110,8 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch(make_engine: Callable
 
 def test_requests_are_aborted_while_queued_and_while_running(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_running=8)
-    running = [Job(engine, PROMPT, f"running-{n}", max_new_tokens=400) for n in range(8)]
-    queued = [Job(engine, PROMPT, f"queued-{n}", max_new_tokens=400) for n in range(4)]
+    running = [Job(engine, PROMPT, f"running-{n}", max_new_tokens=120) for n in range(8)]
+    queued = [Job(engine, PROMPT, f"queued-{n}", max_new_tokens=120) for n in range(4)]
     assert engine.abort("queued") == 4
     for job in queued:
         finish = job.result().finish
@@ -121,7 +121,7 @@ def test_requests_are_aborted_while_queued_and_while_running(make_engine: Callab
     assert engine.abort("running-3") == 1
     assert (running[3].result().finish or {})["type"] == "abort"
     for number in (0, 1, 2, 4, 5, 6, 7):
-        assert len(running[number].result().output) == 400
+        assert len(running[number].result().output) == 120
     outputs = {tuple(running[number].request.output) for number in (0, 1, 2, 4, 5, 6, 7)}
     assert len(outputs) == 1  # a slot that changed hands kept its owner's tokens
 

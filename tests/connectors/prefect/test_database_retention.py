@@ -32,6 +32,7 @@ LOOKS_EVERY_S = {  # seconds between two looks of each of Prefect's services tha
 }
 
 
+@pytest.mark.slow
 def test_the_newest_finished_iterations_and_the_one_at_work_stay(tmp_path: Path) -> None:
     environment = {
         **os.environ,

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.process import EngineServer
@@ -18,6 +19,7 @@ from millrace.tasks.runtime.proxies import EngineProxy
 PARAMS = {"max_new_tokens": 1000, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
 
 
+@pytest.mark.slow
 async def test_engines_as_actors_survive_the_loss_of_one_and_of_their_driver(
     joined: str, tiny_model: Path
 ) -> None:

@@ -179,6 +179,7 @@ print("left twice")
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_free_references_while_it_leaves(ray_home: Path) -> None:
     """Ray would end it with 1 and no word, at the first reference that goes while its core goes down."""
     done = subprocess.run([sys.executable, "-c", FREES], capture_output=True, text=True, check=False)

@@ -93,6 +93,7 @@ def unproxied() -> str:
     return os.environ["NO_PROXY"]
 
 
+@pytest.mark.slow
 async def test_a_proxy_is_not_asked_for_the_clusters_nodes(
     nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ async def test_too_little_room_is_told_with_the_fields(
     assert "trainer.world_size" in str(error.value)
 
 
+@pytest.mark.slow
 async def test_another_size_takes_the_place_of_what_was_reserved(joined_nodes: RayNodes) -> None:
     first = placement.Reservation(config(joined_nodes, trainer={"world_size": 3}))
     rank = make("trainer", first.places("trainer"))[0]

@@ -114,7 +114,13 @@ async def test_engines_hold_what_was_broadcast_and_keep_their_group(
     assert fleet.restarts == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+    ],
+)
 async def test_an_engine_lost_amid_a_broadcast_is_replaced_and_all_hold_the_weights(
     make_fleet: MakeFleet,
     sending: Sending,

@@ -72,6 +72,7 @@ async def test_an_external_engine_serves_only_what_this_run_gave_it(
         assert process.poll() is None
 
 
+@pytest.mark.slow
 async def test_an_external_engine_that_is_gone_is_waited_for_and_given_the_weights_again(
     tiny_model: Path, tmp_path: Path, closing: contextlib.AsyncExitStack
 ) -> None:

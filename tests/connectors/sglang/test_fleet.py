@@ -76,6 +76,7 @@ async def test_an_engine_that_gave_its_weights_back_holds_no_version_for_anybody
     assert after.output_ids.tolist() == before.output_ids.tolist()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_ends_as_it_takes_its_memory_is_replaced_and_the_fields_for_more_room_are_told(
     make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,6 +156,7 @@ async def test_room_is_made_before_a_server_starts_and_only_then(
     assert alive == [[True, False]]
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_suspected_while_another_starts_keeps_its_requests(
     make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle]
 ) -> None:

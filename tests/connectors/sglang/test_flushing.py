@@ -20,6 +20,7 @@ from tests.connectors.sglang.test_updates_amid_requests import assert_made_by, o
 from tests.support.engine_process import CLOSE
 from tests.support.fleets import PROMPT, MakeFleet, serving
 from tests.support.local_handle import LocalHandle
+from tests.support.slow_members import slow_but
 
 FLUSH = 32
 LENGTH = 240
@@ -83,7 +84,7 @@ def assert_is_the_beginning(stored: Generation, answer: Generation) -> None:
     assert stored.weight_versions == [span for span in answer.weight_versions if span[0] < count]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", slow_but([False, True], True))
 async def test_what_is_stored_is_the_answer_up_to_its_last_tokens(
     make_fleet: MakeFleet, tiny_model: Path, late: bool
 ) -> None:
@@ -139,9 +140,9 @@ async def tokens_of(engine: EngineClient) -> int:
     ("on_update", "reported"),
     [
         ("resend", "at the end"),
-        ("retract", "in each event"),
+        pytest.param("retract", "in each event", marks=pytest.mark.slow),
         ("retract", "at the end"),
-        ("keep", "at the end"),
+        pytest.param("keep", "at the end", marks=pytest.mark.slow),
     ],
 )
 async def test_segments_tell_which_weights_made_which_token(

@@ -23,6 +23,7 @@ from tests.support.session_engines import (
     assert_exact,
     dispatcher_of,
 )
+from tests.support.slow_members import slow_but
 
 OWN = "tests.support.session_functions"
 CLIENTS = "tests.support.client_functions"
@@ -80,12 +81,18 @@ async def places() -> AsyncIterator[Make]:
         place.pool.close()
 
 
-SISTERS = {"slime's retries"}  # of a way that is tried always
-
-
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow) if way in SISTERS else way for way in PATHS]
+# one of each kind of session
+QUICK = (
+    "level 1",
+    "every content",
+    "environment, snapshot",
+    "a client",
+    "a client's compaction",
+    "clients of roles",
 )
+
+
+@pytest.mark.parametrize("way", slow_but(PATHS, *QUICK))
 async def test_the_engine_gives_what_was_trained_when_it_is_asked_for_the_whole_again(
     client: EngineClient, places: Make, tiny_model: Path, way: str
 ) -> None:
@@ -131,7 +138,7 @@ async def test_requests_that_another_process_ends_go_on_where_they_were(
 
 
 WAYS = ["level 1", "roles", "environment, snapshot", "a client's compaction"]
-ALWAYS = {("roles", "retract"), ("environment, snapshot", "resend")}
+ALWAYS = {("level 1", "retract"), ("environment, snapshot", "resend")}
 
 
 @pytest.mark.parametrize(

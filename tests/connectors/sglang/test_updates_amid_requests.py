@@ -19,7 +19,9 @@ LENGTH = 600  # far from over when the weights come, also on a busy machine
 AMID: list[OnUpdate] = ["resend", "retract", "keep"]
 DIRECT: dict[str, Any] = {}
 ROUTED: dict[str, Any] = {"engines": {"router": {"policy": "round_robin"}}}
-SENT = pytest.mark.parametrize("sent", [DIRECT, ROUTED], ids=["direct", "routed"])
+SENT = pytest.mark.parametrize(
+    "sent", [pytest.param(DIRECT, id="direct"), pytest.param(ROUTED, id="routed", marks=pytest.mark.slow)]
+)
 
 
 def params(seed: int, length: int = LENGTH) -> dict[str, Any]:

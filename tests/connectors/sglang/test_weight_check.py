@@ -84,6 +84,7 @@ def context(make_fleet: MakeFleet, tiny_model: Path, tmp_path: Path) -> Callable
     return make
 
 
+@pytest.mark.slow
 async def test_equal_weights_pass_and_are_recorded(
     context: Callable[..., IterationContext], tiny_model: Path
 ) -> None:

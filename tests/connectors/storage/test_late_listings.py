@@ -36,7 +36,7 @@ from tests.support.stored_samples import drawn_group, sample_of
 PACKAGE = Path(__file__).parents[3] / "src" / "millrace"
 
 
-@pytest.fixture(params=["hidden", "stale"])
+@pytest.fixture(params=["hidden", pytest.param("stale", marks=pytest.mark.slow)])
 def late(request: pytest.FixtureRequest, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A root in a bucket, whose listings lack what is new, or are what they were."""
     with late_s3(os.environ["AWS_ENDPOINT_URL"], Odds(**{request.param: 1.0})) as endpoint:

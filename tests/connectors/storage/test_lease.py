@@ -35,8 +35,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     ("root", "processes", "rounds"),
     [
         ("path", RACERS, ROUNDS),
-        ("s3", 5, 2),  # processes of five threads
-        pytest.param("s3", 5, ROUNDS, marks=pytest.mark.slow),
+        pytest.param("s3", 5, ROUNDS, marks=pytest.mark.slow),  # processes of five threads
     ],
     indirect=["root"],
 )

@@ -125,6 +125,7 @@ def test_folders_are_copied_there_and_back(root: str, tmp_path: Path) -> None:
         store.download_dir("checkpoints/2", str(there))
 
 
+@pytest.mark.slow
 def test_a_large_file_goes_to_an_object_store_in_parts_of_which_several_are_under_way(
     s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

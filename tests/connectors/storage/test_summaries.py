@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from millrace.connectors.storage.manifests.summaries import SUMMARY, Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.flows.tools.verify import verify_run
+from tests.support.slow_members import slow_but
 
 FEW = 4  # iterations of a summary here
 
@@ -51,7 +53,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("iterations", [3, 4, 5, 8, 9, 14, 17])
+@pytest.mark.parametrize("iterations", slow_but([3, 4, 5, 8, 9, 14, 17], 3, 9))
 def test_a_fresh_reader_finds_what_the_manifests_say(tmp_path: Path, iterations: int) -> None:
     write_run(tmp_path, iterations)
     folder = RunFolder(str(tmp_path), "a")
@@ -100,8 +102,10 @@ def test_a_later_iteration_is_seen_by_who_read_the_earlier_ones(tmp_path: Path) 
     assert [item.iteration for item in reader.committed(5)] == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("number", [4, 8])
-@pytest.mark.parametrize("damage", ["gone", "changed", "no JSON"])
+@pytest.mark.parametrize(
+    ("number", "damage"),
+    slow_but(product([4, 8], ["gone", "changed", "no JSON"]), (8, "gone"), (4, "changed"), (4, "no JSON")),
+)
 def test_what_a_summary_lost_is_read_from_the_manifests(tmp_path: Path, number: int, damage: str) -> None:
     write_run(tmp_path, 11)
     path = tmp_path / "a" / "iterations" / f"{number:06d}" / SUMMARY

@@ -36,7 +36,7 @@ def again(history: list[IterationHistory]) -> list[IterationHistory]:
     return [IterationHistory.model_validate_json(part.model_dump_json()) for part in history]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     settings_,
     st.lists(st.tuples(st.integers(2, 8), st.integers(0, 3)), max_size=9),
