@@ -32,7 +32,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             return "the workplace" if uses_workplace(config.rootpath / file) else file
 
-    return OneWorkplace(config, log) if config.getoption("dist") == "loadfile" else None
+    of_a_commit = config.getoption("part_of", None)  # whose order of files holds
+    return OneWorkplace(config, log) if config.getoption("dist") == "loadfile" and not of_a_commit else None
 
 
 @cache

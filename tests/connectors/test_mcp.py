@@ -89,6 +89,7 @@ async def test_a_server_that_dies_fails_its_call_and_is_started_again(pool: Any)
     assert before.split()[0] != after.split()[0]
 
 
+@pytest.mark.slow
 async def test_a_server_that_died_between_calls_is_started_again(pool: Any) -> None:
     made = pool(started(), workers=1)
     (before,) = await answers(made, ("whoami", {}))
@@ -98,6 +99,7 @@ async def test_a_server_that_died_between_calls_is_started_again(pool: Any) -> N
     assert int(after.split()[0]) != int(before.split()[0])
 
 
+@pytest.mark.slow
 async def test_calls_of_many_rollouts_are_made_side_by_side(pool: Any) -> None:
     made = pool(started(), workers=1)
     await answers(made, ("add", {"a": 1, "b": 1}))
@@ -181,6 +183,7 @@ async def test_a_redirect_to_another_address_gets_no_header(elsewhere: bool) -> 
     assert ("it redirects to another address, http://localhost" in str(raised.value)) == elsewhere
 
 
+@pytest.mark.slow
 async def test_calls_under_way_when_their_server_dies_are_answered(pool: Any) -> None:
     made = pool(started(), workers=1)
     await answers(made, ("whoami", {}))

@@ -65,7 +65,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_answers_nothing_again(
     [
         pytest.param(0, marks=pytest.mark.slow, id="the model"),
         pytest.param(2, marks=pytest.mark.slow, id="a checkpoint"),
-        pytest.param(3, id="an export"),
+        pytest.param(3, marks=pytest.mark.slow, id="an export"),
     ],
 )
 def test_a_stored_run_answers_as_it_did(workplace: Workplace, whole: Path, tmp_path: Path, done: int) -> None:

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from tests.support.slow_members import slow_but
 
 PREFIX = """
 import asyncio, os, signal, sys, threading, time
@@ -97,8 +100,13 @@ def _first_line(pipe: int) -> bytes:
     return line
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-@pytest.mark.parametrize("where", WORK)
+@pytest.mark.parametrize(
+    ("where", "number"),
+    slow_but(
+        product(WORK, [signal.SIGINT, signal.SIGTERM]),
+        *[(where, (signal.SIGINT, signal.SIGTERM)[number % 2]) for number, where in enumerate(WORK)],
+    ),
+)
 def test_the_command_ends_in_time_with_its_own_code_and_says_how_to_go_on(
     start: Start, where: str, number: signal.Signals
 ) -> None:

@@ -248,6 +248,7 @@ async def test_free_memory_is_given_back_now_and_then_while_no_iteration_works(
     assert seen.count("given back") == 2
 
 
+@pytest.mark.slow
 async def test_after_a_pause_no_iteration_goes_on_in_the_flow_run_of_another() -> None:
     """Prefect finds subflow runs by their order, and does not count a resumed flow run as run again."""
     starts = iter([(1, 0), (2, 1)])

@@ -194,7 +194,12 @@ NO_FILES = (pipe, endless, hole, folder)
 @pytest.mark.parametrize(
     ("put", "each"),
     [
-        pytest.param(put, each, marks=[pytest.mark.slow] * each, id=f"{put.__name__}{' in each' * each}")
+        pytest.param(
+            put,
+            each,
+            marks=[pytest.mark.slow] * (each or put in (hole, folder)),
+            id=f"{put.__name__}{' in each' * each}",
+        )
         for put in NO_FILES
         for each in (False, True)
     ],

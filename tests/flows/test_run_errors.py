@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
 from tests.support.flow_runs import PATIENCE_S, Workplace
+from tests.support.slow_members import slow_but
 
 RUNS = """
 import asyncio, sys
@@ -52,8 +54,10 @@ except Exception:
 MESSAGE = "DataError: sums.jsonl: holds no rows; give one with rows"
 
 
-@pytest.mark.parametrize("under", ["command", "worker"])
-@pytest.mark.parametrize("kind", ["mistake", "bug"])
+@pytest.mark.parametrize(
+    ("kind", "under"),
+    slow_but(product(["mistake", "bug"], ["command", "worker"]), ("mistake", "worker"), ("bug", "command")),
+)
 def test_an_error_is_told_once_on_the_terminal_and_once_in_the_log_of_each_flow_run(
     workplace: Workplace, kind: str, under: str
 ) -> None:

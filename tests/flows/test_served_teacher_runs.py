@@ -144,6 +144,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_at_the_start(
             assert "its tokenizer is not the model's" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_more_likeliest_tokens_than_the_server_gives_are_refused_at_the_start(
     workplace: Workplace, teacher: Path, tmp_path: Path
 ) -> None:

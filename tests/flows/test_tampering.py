@@ -103,10 +103,16 @@ def expected(stored: Path, readers: Readers, tmp_path_factory: pytest.TempPathFa
     return numbers
 
 
+# of the iteration under way, whose records the committed one has too
+SISTERS = [f"{UNDER_WAY}/results/{task}.json" for task in TASKS if task not in ("rollout", "filter")]
+
+
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        (kind, way) if number % len(WAYS) == place else pytest.param(kind, way, marks=pytest.mark.slow)
+        (kind, way)
+        if number % len(WAYS) == place and kind not in SISTERS
+        else pytest.param(kind, way, marks=pytest.mark.slow)
         for number, kind in enumerate(KINDS)
         for place, way in enumerate(WAYS)
     ],
@@ -114,7 +120,7 @@ def expected(stored: Path, readers: Readers, tmp_path_factory: pytest.TempPathFa
 def test_a_changed_file_gives_the_same_numbers_or_is_named(
     stored: Path, readers: Readers, expected: dict[str, Numbers], tmp_path: Path, kind: str, way: str
 ) -> None:
-    """Each kind in one way, each way on many kinds; with `-m slow` each kind in every way."""
+    """Each kind in one way, each way on many kinds; with `-m slow` each kind of each iteration in every way."""
     path = victim(stored, kind)
     linked(stored, tmp_path / "a")
     WAYS[way](Store(str(tmp_path / "a")), path, another(stored, path))

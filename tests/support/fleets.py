@@ -14,7 +14,7 @@ from millrace.connectors.engines.sglang.client import Generation
 
 PROMPT = [10, 20, 30]
 SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-LONG = {"max_new_tokens": 1200, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
+LONG = {"max_new_tokens": 600, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
 MakeFleet = Callable[..., Fleet]
 
 

@@ -22,6 +22,7 @@ from millrace.tasks.filter import filter_groups
 from millrace.tasks.publish import _filter_metrics
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
+from tests.support.slow_members import slow_but
 from tests.support.stored_samples import drawn_group, sample_of
 
 DRAWN, EACH = 4, 4
@@ -141,7 +142,7 @@ async def test_where_too_few_are_left_the_earliest_stand_in(
         await judged(reward_band=(0.5, 1.0), when_insufficient="stop")
 
 
-@pytest.mark.parametrize(("oversample", "groups"), [(0.0, 3), (0.5, 4)])
+@pytest.mark.parametrize(("oversample", "groups"), slow_but([(0.0, 3), (0.5, 4)], (0.5, 4)))
 async def test_what_is_begun_before_it_is_needed_changes_no_verdict(
     judged: Callable[..., Any], released: list[int], oversample: float, groups: int
 ) -> None:

@@ -32,6 +32,7 @@ from millrace.tasks.runtime.scoring import Scoring
 from tests.support.loopback import listening
 from tests.support.secret_places import PLACES, path
 from tests.support.session_driver import Driver, start
+from tests.support.slow_members import slow_but
 
 HERE = "tests.tasks.test_said_secrets"
 SECRET = "pl4nted/of+the&function"
@@ -191,7 +192,7 @@ def selected(config: RunConfig, scoring: Scoring, field: str) -> tuple[Selected 
     return own.get(field.partition(".")[0]), "null"
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("concurrency", slow_but([1, 4], 4))
 @pytest.mark.parametrize("field", SCORED)
 async def test_what_fails_in_scoring_names_its_reference(
     make_config: Callable[..., RunConfig], field: str, concurrency: int

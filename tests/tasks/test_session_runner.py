@@ -15,6 +15,7 @@ from millrace.core.errors import BudgetError
 from millrace.tasks.generation.sessions.runner import MadeSample, session_task
 from millrace.tasks.generation.sessions.session_rollout import Opening
 from tests.support.session_place import CALL, FUNCTIONS, TOKENIZER, Place, shown
+from tests.support.slow_members import slow_but
 
 
 async def test_the_next_prompt_is_all_tokens_so_far_and_the_new_message(
@@ -78,7 +79,7 @@ async def test_a_limit_ends_a_rollout_as_truncated(
     assert len(sample.prompt_ids) + len(sample.response_ids) <= longest
 
 
-@pytest.mark.parametrize("most", [1, 20, 60, 61])
+@pytest.mark.parametrize("most", slow_but([1, 20, 60, 61], 1, 61))
 @pytest.mark.parametrize("function", ["for_ever", "branches_for_ever"])
 async def test_no_dialogue_is_longer_than_the_limit_however_short_its_prompt_is(
     make_place: Callable[..., Place], most: int, function: str
@@ -225,7 +226,7 @@ async def _good(place: Place, number: int) -> list[MadeSample]:
     return (await place.runner.run(opening, task, [], write))[0]
 
 
-@pytest.mark.parametrize("function", ["raises", "gives_text", "sleeps"])
+@pytest.mark.parametrize("function", slow_but(["raises", "gives_text", "sleeps"], "raises", "gives_text"))
 async def test_a_rollout_that_fails_has_its_reason_and_counts(
     make_place: Callable[..., Place], function: str
 ) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.tensors import weight_tensors
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, Workers, configuration
 
 SIZE = 4096
@@ -70,7 +71,9 @@ def taken(rank: Any) -> list[str]:
     return [name for _, mapping in mapped_parameters(rank.policy, rank.hf) for name in mapping.names]
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(
+    params=slow_but(LAYOUTS, "one rank", "tensor", "pipeline", "experts apart", "experts apart, tensor, data")
+)
 def ranks(request: Any, workers: Workers, model: Callable[..., Path]) -> Any:
     kind, world, parallel = LAYOUTS[request.param]
     with workers.group(configuration(model(kind), world, parallel=parallel)) as group:

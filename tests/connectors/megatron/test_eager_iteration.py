@@ -90,7 +90,8 @@ def made(
         return figures, group.run(weights), ranks.passes
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_an_iteration_in_chunks_is_one_step_whatever_finishes_first_and_whatever_is_lost(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, world: int
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from examples.plain_rl import grpo_loss
 from tests.support.plain_trainer import Plain
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import (
     RankFailedError,
     Workers,
@@ -44,7 +45,7 @@ def policy_loss(plain: Plain, rows: list[dict[str, Any]], old: dict[str, Tensor]
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", slow_but(["qwen3", "qwen3_moe", "qwen2", "llama"], "qwen3", "qwen3_moe"))
 def test_four_steps_have_the_loss_and_gradient_norm_of_plain_torch(
     workers: Workers, model: Callable[..., Path], batch: str, kind: str
 ) -> None:
@@ -138,8 +139,8 @@ def test_scores_are_log_probabilities_at_the_sampling_temperature(
     ("recompute", "kind", "parallel"),
     [
         ("selective", "qwen3", {}),
-        ("selective", "qwen3", {"tensor": 2, "sequence": True}),
-        ("selective", "qwen3", {"pipeline": 2}),
+        pytest.param("selective", "qwen3", {"tensor": 2, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param("selective", "qwen3", {"pipeline": 2}, marks=pytest.mark.slow),
         ("selective", "qwen3_moe", {"expert": 2}),
         ("full", "qwen3", {}),
     ],

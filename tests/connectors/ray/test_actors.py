@@ -70,6 +70,7 @@ async def test_typed_errors_come_as_they_are_and_others_as_rays(group: actors.Ac
     assert await group.actors[0].call(Counter.add, 1) == 2
 
 
+@pytest.mark.slow
 async def test_what_all_refuse_can_be_asked_again_and_actors_that_wait_for_one_that_failed_are_ended(
     group: actors.ActorGroup[Counter],
 ) -> None:
@@ -106,16 +107,16 @@ async def test_an_actor_that_dies_in_a_call_is_lost_and_can_be_made_again(
 async def test_an_actor_that_is_slow_to_start_is_waited_for_and_afterwards_asked_as_any(
     joined: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors, "PING_TIMEOUT_S", 2.0)
-    made = actors.make("slow", 0, 1, SlowToStart, {"start": 1, "takes_s": 5})
+    monkeypatch.setattr(actors, "PING_TIMEOUT_S", 1.0)
+    made = actors.make("slow", 0, 1, SlowToStart, {"start": 1, "takes_s": 2.5})
     found = actors.find("slow", 0, SlowToStart)
     assert found is not None
-    with pytest.raises(ActorLostError, match="does not answer for 2 s"):
+    with pytest.raises(ActorLostError, match="does not answer for 1 s"):
         await found.state()  # whoever did not make it cannot know that it only starts
     state = await made.state()
     os.kill(state["actor_pid"], signal.SIGSTOP)
     try:
-        with pytest.raises(ActorLostError, match="does not answer for 2 s"):
+        with pytest.raises(ActorLostError, match="does not answer for 1 s"):
             await made.state()
     finally:
         os.kill(state["actor_pid"], signal.SIGKILL)
@@ -132,6 +133,7 @@ async def test_an_actor_that_does_not_start_in_its_time_is_lost(
     assert await actors.end() == 1
 
 
+@pytest.mark.slow
 async def test_an_actor_killed_while_it_works_is_lost_at_once(group: actors.ActorGroup[Counter]) -> None:
     pid = (await group.actors[0].state())["actor_pid"]
     working = asyncio.create_task(group.actors[0].call(Counter.work, TIMEOUT_S * 2))
@@ -142,13 +144,14 @@ async def test_an_actor_killed_while_it_works_is_lost_at_once(group: actors.Acto
             await working
 
 
+@pytest.mark.slow
 async def test_actors_of_which_one_gets_something_done_are_waited_for(
     group: actors.ActorGroup[Counter],
 ) -> None:
     assert await group.call(Counter.add, 0) == [1, 1]  # they are there
     for actor in group.actors:
         actor.limit = Limit(2.0)
-    assert await group.call_together(TIMEOUT_S, Counter.work_on, 6.0) == [0, 1]
+    assert await group.call_together(TIMEOUT_S, Counter.work_on, 4.0) == [0, 1]
 
 
 async def test_actors_in_which_nothing_moves_are_ended_though_they_answer(
@@ -167,6 +170,7 @@ async def test_actors_in_which_nothing_moves_are_ended_though_they_answer(
     assert not any(map(psutil.pid_exists, pids)), gone
 
 
+@pytest.mark.slow
 async def test_one_actor_that_is_stopped_is_ended_and_can_be_made_again(
     group: actors.ActorGroup[Counter],
 ) -> None:

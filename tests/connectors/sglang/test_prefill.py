@@ -21,6 +21,8 @@ from tests.support.engine_process import embedded_engine, reference_logprobs
 from tests.support.fleets import LONG, PROMPT, SHORT, generate, recovery, serving
 from tests.support.local_handle import fleet_config
 
+pytestmark = pytest.mark.slow  # four engines
+
 
 @pytest.fixture(scope="module")
 def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:

@@ -19,6 +19,7 @@ from millrace.connectors.engines.sglang.router import PASSED, Router
 from millrace.core.errors import EngineError
 from tests.support.fleets import LONG, SHORT, assert_idle, generate, serving, until_generating
 from tests.support.local_handle import LocalHandle, LocalRouterHandle, fleet_config
+from tests.support.slow_members import slow_but
 
 pytest.importorskip("sglang_router")
 
@@ -41,7 +42,9 @@ async def made_by(dispatcher: Dispatcher, count: int, params: dict[str, Any], **
     return sorted((after[engine] - before[engine]) / params["max_new_tokens"] for engine in after)
 
 
-@pytest.mark.parametrize("policy", ["random", "round_robin", "cache_aware", "power_of_two", "manual"])
+@pytest.mark.parametrize(
+    "policy", slow_but(["random", "round_robin", "cache_aware", "power_of_two", "manual"], "cache_aware")
+)
 async def test_a_seed_gives_the_tokens_that_the_own_dispatcher_gets(
     make_fleet: MakeFleet, tiny_model: Path, policy: str
 ) -> None:
@@ -66,6 +69,7 @@ async def test_the_policy_chooses_the_engine(make_fleet: MakeFleet, tiny_model: 
         assert await made_by(dispatcher, 16, SEEDED, **more) == expected, policy
 
 
+@pytest.mark.slow
 async def test_a_killed_engines_requests_are_made_again_and_the_one_in_its_place_is_used(
     make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle]
 ) -> None:
@@ -110,6 +114,7 @@ async def test_a_sample_of_another_version_is_never_returned(
         await generate(dispatcher, 1, SHORT)
 
 
+@pytest.mark.slow
 async def test_a_killed_router_is_started_again_and_its_requests_are_made_again(
     make_fleet: MakeFleet, tiny_model: Path, routers: dict[str, LocalHandle]
 ) -> None:
@@ -154,7 +159,9 @@ async def test_one_that_makes_no_progress_is_replaced_and_its_requests_made_agai
     await until_generating(dispatcher)
     (router,) = (handle for key, handle in routers.items() if "round_robin" in key)
     (router if which == "router" else handles[1]).signal(signal.SIGSTOP)
-    assert {(len(g.output_ids), g.weight_versions[0]) for g in await running} == {(1200, (0, 37))}
+    assert {(len(g.output_ids), g.weight_versions[0]) for g in await running} == {
+        (LONG["max_new_tokens"], (0, 37))
+    }
     assert fleet.restarts >= 1
     assert fleet.unconfirmed(37) == []
 
@@ -171,6 +178,7 @@ async def test_an_engine_that_stays_paused_is_told_to_go_on_not_killed(
     assert fleet.unconfirmed(38) == []
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_idle_is_not_taken_for_stalled(
     make_fleet: MakeFleet, tiny_model: Path
 ) -> None:

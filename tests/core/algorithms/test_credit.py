@@ -186,6 +186,7 @@ def _whiten_input() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(mask.bool(), x, torch.nan), mask
 
 
+@pytest.mark.slow
 def test_whitening_over_ranks_is_that_of_the_whole_batch(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
