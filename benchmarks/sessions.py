@@ -46,7 +46,7 @@ async def turns_with_calls(session: UserSession, *, turns: int, wait: float) -> 
     for turn in range(turns):
         await session.generate()
         if turn + 1 < turns:
-            session.observe(await session.call("look", seconds=wait), "user")
+            session.observe(await session.call(look.__name__, seconds=wait), "user")
     return 1.0
 
 

@@ -11,19 +11,34 @@ import atexit
 import contextlib
 import ctypes
 import itertools
-import json
 import logging
 import multiprocessing
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from millrace.connectors.user_code.process import kill_with_descendants, processes_of
 from millrace.connectors.user_code.session_worker import LINE, serve
 from millrace.core.config.rollout import Session as Settings
 from millrace.core.errors import MillraceError
+from millrace.core.sessions.pipe import (
+    FROM_PROCESS,
+    CallStuck,
+    Cancel,
+    End,
+    Envelope,
+    FromProcess,
+    MakeCall,
+    Ping,
+    Pong,
+    Ready,
+    Reply,
+    Request,
+    Start,
+    ToProcess,
+)
 
 START_TIMEOUT_S = 120.0
 LOOK_S = 0.25  # seconds between checks of deadlines
@@ -31,7 +46,7 @@ FROM_ANYWHERE = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes that another pr
 GRACE_S = 5.0  # from cancelling a session to killing its process
 log = logging.getLogger(__name__)
 
-Handle = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Handle = Callable[[Request], Awaitable[Reply]]
 """Answers a request of a session."""
 
 
@@ -51,7 +66,7 @@ class _Running:
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        self.end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.open = 0  # requests that are being answered
         self.calling = False  # a tool call is in progress
         self.heard = time.monotonic()  # when its code last started to work
@@ -75,8 +90,8 @@ class SessionPool:
         self._starting = asyncio.Lock()
         atexit.register(self.close)
 
-    async def run(self, start: Mapping[str, Any], handle: Handle, *, alone: bool = False) -> dict[str, Any]:
-        """Run one session to its end: {"status", "reason", "rewards"}. `alone`: in a separate process.
+    async def run(self, start: Start, handle: Handle, *, alone: bool = False) -> End:
+        """Run one session to its end. `alone`: in a separate process.
 
         Errors: SessionLostError; MillraceError if no process can be started. An error of `handle` ends the session and is raised.
         """
@@ -148,12 +163,12 @@ class _SessionProcess:
         self._spawn(self._watch())
         await self._ready
 
-    async def run(self, start: Mapping[str, Any], handle: Handle) -> dict[str, Any]:
+    async def run(self, start: Start, handle: Handle) -> End:
         """Run a session in this process."""
         number = next(self._numbers)
         session = self.sessions[number] = _Running(handle)
         try:
-            self._send({"session": number, "start": start})
+            self._send(start, number)
             async with asyncio.timeout(None) as deadline:
                 deadline.reschedule(asyncio.get_running_loop().time() + self._settings.rollout_timeout_s)
                 try:
@@ -172,7 +187,7 @@ class _SessionProcess:
             self.sessions.pop(number, None)
             await session.stop()
         if session.cancelled:
-            return {"status": "failed", "reason": session.cancelled[1], "rewards": {}}
+            return End("failed", session.cancelled[1])
         return end
 
     def kill(self, why: str) -> None:
@@ -185,9 +200,9 @@ class _SessionProcess:
             process.kill()
         self.ended = True
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, body: ToProcess, session: int = 0, request: int = 0) -> None:
         if not self._writer.is_closing():
-            self._writer.write(json.dumps(message).encode() + b"\n")
+            self._writer.write(Envelope(body, session, request).line())
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -195,52 +210,59 @@ class _SessionProcess:
         task.add_done_callback(self._background.discard)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(ConnectionError, ValueError):
-            while line := await reader.readline():
-                self._take(json.loads(line))
+        with contextlib.suppress(ConnectionError):
+            try:
+                while line := await reader.readline():
+                    self._take(FROM_PROCESS.read(line))
+            except ValueError as error:
+                self._blame_running(f"it sent the driver a line that is no message: {error}")
         await asyncio.to_thread(self._process.join, GRACE_S)
         await self._bury()
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "ready" in message:
-            self._ready.set_result(None)
-        elif "pong" in message:
-            late = time.monotonic() - message["pong"]
-            self._pinged = None
-            # while the ping waited, one session's code held the process: the others lose no time for it
-            for waited in self.sessions.values():
-                waited.heard += late
-        elif "stuck" in message:
-            self.kill("a call in it did not end")
-        elif session := self.sessions.get(message["session"]):
-            if "end" in message:
-                if not session.end.done():
-                    session.end.set_result(message["end"])
-            else:
-                session.open += 1
-                session.calling = False
-                task = asyncio.get_running_loop().create_task(self._answer(message, session))
-                session.answering.add(task)
-                task.add_done_callback(session.answering.discard)
+    def _take(self, message: Envelope[FromProcess]) -> None:
+        session = self.sessions.get(message.session)
+        match message.body:
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case Pong():
+                late = 0.0 if self._pinged is None else time.monotonic() - self._pinged
+                self._pinged = None
+                # while the ping waited, one session's code held the process: the others lose no time for it
+                for waited in self.sessions.values():
+                    waited.heard += late
+            case CallStuck():
+                self.kill("a call in it did not end")
+            case End() as end:
+                if session and not session.end.done():
+                    session.end.set_result(end)
+            case request:
+                if session:
+                    session.open += 1
+                    session.calling = False
+                    work = self._answer(message.session, message.request, request, session)
+                    task = asyncio.get_running_loop().create_task(work)
+                    session.answering.add(task)
+                    task.add_done_callback(session.answering.discard)
 
-    async def _answer(self, message: dict[str, Any], session: _Running) -> None:
+    async def _answer(self, number: int, asked: int, request: Request, session: _Running) -> None:
         try:
-            answer = await session.handle(message)
+            reply = await session.handle(request)
         except Exception as error:  # noqa: BLE001 - the driver's error; `run` raises it
             if not session.end.done():
                 session.end.set_exception(error)
-            self._cancel(message["session"], "the driver failed")
+            self._cancel(number, "the driver failed")
             return
         session.open -= 1
         session.heard = time.monotonic()
-        session.calling = message["do"] == "call" and "answer" not in answer
-        self._send({"session": message["session"], "ask": message["ask"], "answer": answer})
+        session.calling = isinstance(reply, MakeCall)
+        self._send(reply, number, asked)
 
     def _cancel(self, number: int, why: str) -> None:
         session = self.sessions.get(number)
         if session and not session.cancelled:
             session.cancelled = time.monotonic(), why
-            self._send({"session": number, "cancel": why})
+            self._send(Cancel(), number)
 
     async def _watch(self) -> None:
         """Enforce the deadlines of sessions, and kill the process if it does not answer."""
@@ -257,7 +279,7 @@ class _SessionProcess:
             now = time.monotonic()
             if self._pinged is None:
                 self._pinged = now
-                self._send({"ping": now})
+                self._send(Ping())
             elif now - self._pinged > limit + LOOK_S:
                 self._blame_running(f"no answer within rollout.session.timeout_s = {limit:g} s")
                 return

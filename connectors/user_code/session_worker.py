@@ -1,7 +1,7 @@
 """The process that runs rollouts side by side: the user's functions, environments and tools.
 
 Owns one event loop for all sessions. Records in shared memory, which outlives the process, which session's code is running.
-Talks to the driver by lines of JSON. An exception in a session ends it, with the reason.
+Talks to the driver by the messages of core/sessions/pipe.py. An exception in a session ends it, with the reason.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import collections.abc
 import contextlib
 import contextvars
 import inspect
-import json
-import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.user_code.mcp_tools import WorkerTools
@@ -25,11 +24,28 @@ from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import described
 from millrace.core.hooks.loading import load, load_function, written_for_slime
 from millrace.core.hooks.rollout_selection import rollout_function
-from millrace.core.rewards.scoring import read_score, scored
+from millrace.core.rewards.scoring import read_score
 from millrace.core.sessions.forms import act_in, use_tools
-from millrace.core.sessions.interface import LimitReachedError, Task
+from millrace.core.sessions.interface import LimitReachedError
 from millrace.core.sessions.live import LiveSession, Served, Shared
+from millrace.core.sessions.pipe import (
+    FROM_PROCESS,
+    TO_PROCESS,
+    CallStuck,
+    Cancel,
+    End,
+    Envelope,
+    FromProcess,
+    Ping,
+    Pong,
+    Ready,
+    Reply,
+    Request,
+    Start,
+    ToProcess,
+)
 from millrace.core.sessions.tools import unended
+from millrace.core.sessions.tree import BranchReward
 
 # most rollouts need no server, so aiohttp is imported only when one does
 if TYPE_CHECKING:
@@ -90,7 +106,7 @@ class _Worker:
         self._given = settings.model_dump(mode="json")  # with references to secrets, not their values
         self._note = note
         self._tools = WorkerTools(settings.tools)
-        self._waiting: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[tuple[int, int], asyncio.Future[Reply]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._asked = 0
@@ -102,10 +118,10 @@ class _Worker:
         loop.set_task_factory(self._task)
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE)
         await self._tools.connect()
-        self._send({"ready": os.getpid()})
+        self._send(Ready())
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                self._take(json.loads(line))
+                self._take(TO_PROCESS.read(line))
         for task in self._tasks.values():
             task.cancel()
 
@@ -116,40 +132,40 @@ class _Worker:
             coro = Stepped(coro, session, self._note)
         return asyncio.Task(coro, loop=loop, **options)
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "start" in message:
-            number = message["session"]
-            context = contextvars.copy_context()
-            context.run(_session.set, number)
-            self._tasks[number] = asyncio.get_running_loop().create_task(
-                self._run(number, message["start"]), context=context
-            )
-        elif "answer" in message:
-            waiting = self._waiting.pop((message["session"], message["ask"]), None)
-            if waiting and not waiting.done():
-                waiting.set_result(message["answer"])
-        elif "ping" in message:
-            self._send({"pong": message["ping"]})
-        elif "cancel" in message:
-            task = self._tasks.get(message["session"])
-            if task:
-                task.cancel()
+    def _take(self, message: Envelope[ToProcess]) -> None:
+        number = message.session
+        match message.body:
+            case Start() as start:
+                context = contextvars.copy_context()
+                context.run(_session.set, number)
+                self._tasks[number] = asyncio.get_running_loop().create_task(
+                    self._run(number, start), context=context
+                )
+            case Ping():
+                self._send(Pong())
+            case Cancel():
+                if task := self._tasks.get(number):
+                    task.cancel()
+            case reply:
+                waiting = self._waiting.pop((number, message.request), None)
+                if waiting and not waiting.done():
+                    waiting.set_result(reply)
 
-    async def _run(self, number: int, start: Mapping[str, Any]) -> None:
-        served = Served(start["sampling"])
+    async def _run(self, number: int, start: Start) -> None:
+        served = Served(start.sampling)
         shared = Shared(
-            task=Task(**start["task"]),
-            messages=start["messages"],
-            seed=start["seed"],
+            task=start.task,
+            messages=start.messages,
+            seed=start.seed,
             ask=lambda request: self._ask(number, request),
             make_call=self._tools.call,
             serve=lambda session: self._serve(session, served),
             timeout_s=self.settings.timeout_s,
-            sampling=start["sampling"],
-            over=lambda: self._send({"stuck": number}) if unended else None,
+            sampling=start.sampling,
+            over=lambda: self._send(CallStuck()) if unended else None,
         )
         session = LiveSession(shared)
-        end: dict[str, Any] = {"status": "completed", "reason": None}
+        end = End("completed")
         try:
             returned = await self._made(session, start, served)
             if returned is not None:
@@ -157,26 +173,23 @@ class _Worker:
                 answer = {} if result.answer is None else {"answer": result.answer}
                 session.reward(result.reward, **{**result.parts, **answer})
         except LimitReachedError as error:
-            end = {"status": "truncated", "reason": str(error)}
+            end = End("truncated", str(error))
         except asyncio.CancelledError:
-            end = {"status": "failed", "reason": "CancelledError"}
+            end = End("failed", "CancelledError")
         except BaseException as error:  # noqa: BLE001 - user code raises anything, and that ends its rollout
-            end = {"status": "failed", "reason": self._said(error)}
+            end = End("failed", self._said(error))
             # a limit reaches user code as its client's error, which is no failure of the rollout
             if served.limit and isinstance(error, Exception):
-                end = {"status": "truncated", "reason": served.limit}
+                end = End("truncated", served.limit)
         del self._tasks[number]
         if self._server:
             self._server.close(served)
         try:
-            rewards = {
-                branch: scored(read_score(given, "session.reward"))
-                for branch, given in shared.all_rewards().items()
-            }
+            rewards = {branch: _reward(given) for branch, given in shared.all_rewards().items()}
         except (TypeError, ValueError) as error:
-            rewards, end = {}, {"status": "failed", "reason": self._said(error)}
-        marks = {"left_out": shared.left_out, "cut": sorted(shared.cut)}
-        self._send({"session": number, "end": {**end, "rewards": rewards, **marks}})
+            rewards, end = {}, End("failed", self._said(error))
+        end = replace(end, rewards=rewards, left_out=shared.left_out, cut=sorted(shared.cut))
+        self._send(end, number)
 
     def _said(self, error: BaseException) -> str:
         """A rollout's error as text, without the secrets of its functions and tools, since it is stored."""
@@ -189,13 +202,14 @@ class _Worker:
             self._server = SessionServer(self._tools.schemas)
         return self._server.serve(session, served)
 
-    async def _made(self, session: LiveSession, start: Mapping[str, Any], served: Served) -> Any:
+    async def _made(self, session: LiveSession, start: Start, served: Served) -> Any:
         settings = self.settings
         field, chosen = rollout_function(settings, session.task.metadata)
         if chosen and written_for_slime(chosen.function):
             from millrace.core.hooks.slime.generate import SlimeRollout
 
-            rollout = SlimeRollout(session, start["slime"], start["sampling"])
+            assert start.slime is not None, "the driver knows that it is written for slime"
+            rollout = SlimeRollout(session, start.slime, start.sampling)
             served.native = rollout.complete
             function = load(chosen.function, f"{field}.function")
             options = resolved(chosen.options, f"{field}.options")
@@ -207,14 +221,21 @@ class _Worker:
             return await act_in(session, make)
         return await use_tools(session)
 
-    async def _ask(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _ask(self, number: int, request: Request) -> Reply:
         self._asked += 1
         asked = self._asked
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        # the driver ends a process that sends a field of a wrong type; here it is an error of this session alone
+        FROM_PROCESS.read(Envelope(request, number, asked).line())
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number, asked] = future
-        self._send({"session": number, "ask": asked, **request})
+        self._send(request, number, asked)
         return await future
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, body: FromProcess, session: int = 0, request: int = 0) -> None:
         assert self._writer is not None, "serve comes first"
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._writer.write(Envelope(body, session, request).line())
+
+
+def _reward(given: Mapping[str, Any]) -> BranchReward:
+    result = read_score(given, "session.reward")
+    return BranchReward(result.reward, dict(result.parts), result.answer)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.core.contracts.rows.messages import message_of
@@ -21,13 +21,24 @@ from millrace.core.sessions.interface import (
     Message,
     SessionError,
     Task,
-    ToolCall,
     ToolError,
     TooLongError,
     Turn,
 )
+from millrace.core.sessions.pipe import (
+    BranchStart,
+    Call,
+    Called,
+    Generate,
+    Limit,
+    MakeCall,
+    RecordedAnswer,
+    Refused,
+    Reply,
+    Request,
+)
 
-Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Ask = Callable[[Request], Awaitable[Reply]]
 """Sends a request to the driver and returns its answer."""
 Make = Callable[[str, Mapping[str, Any]], Awaitable[str]]
 """Makes a call of a tool in this process."""
@@ -96,7 +107,7 @@ class _Asked:
     """A turn that is asked for."""
 
     place: Place
-    request: dict[str, Any]
+    request: Generate
 
 
 class LiveSession:
@@ -105,14 +116,14 @@ class LiveSession:
     def __init__(
         self,
         shared: Shared,
-        begin: dict[str, Any] | None = None,
+        begin: BranchStart | None = None,
         turns: Sequence[Turn] = (),
         door: int | None = None,
     ) -> None:
         """The second argument tells the driver how a branch starts. door: the branch whose client made it; None: the function."""
         self.number = len(shared.sessions)
         self.door = self.number if door is None else door
-        self.name: str | None = begin["name"] if begin else None
+        self.name: str | None = begin.name if begin else None
         shared.sessions.append(self)
         self._shared = shared
         self._new: list[Any] = []  # observed since the last turn
@@ -184,10 +195,7 @@ class LiveSession:
             self.observe(new, "user")
         self._generating = True
         try:
-            asked = self._next(compared(self._new), max_new_tokens, stop)
-            if logprobs:
-                asked.request["logprobs"] = True
-            return await self._made_turn(asked)
+            return await self._made_turn(self._next(compared(self._new), max_new_tokens, stop, logprobs))
         finally:
             self._generating = False
 
@@ -223,26 +231,27 @@ class LiveSession:
     def _begun(self, after: Place | None, messages: Sequence[Message]) -> LiveSession:
         """A new branch of this door's client, after a turn or with its own messages."""
         if after is None:
-            begin = {**self._standing(), "parent_turns": 0, "prompt": pieces(messages, "user")}
+            begin = replace(self._standing(), parent_turns=0, prompt=pieces(messages, "user"))
         else:
-            begin = {"parent": after.branch, "parent_turns": after.index + 1, "prompt": None}
+            begin = BranchStart(after.branch, after.index + 1)
         turns = [place.turn for place in after.path if place.turn] if after else []
-        made = LiveSession(self._shared, {**begin, "name": self.name}, turns, self.door)
+        made = LiveSession(self._shared, replace(begin, name=self.name), turns, self.door)
         self._shared.history.begin(made.number, made.door, after=after)
         return made
 
-    def _next(self, said: Sequence[Said], max_new_tokens: int | None, stop: Sequence[str]) -> _Asked:
+    def _next(
+        self, said: Sequence[Said], max_new_tokens: int | None, stop: Sequence[str], logprobs: bool = False
+    ) -> _Asked:
         new, self._new = self._new, []
         place = self._shared.history.ask(self.number, said, _options(max_new_tokens, stop))
         self._shared.answers[place] = asyncio.get_running_loop().create_future()
-        return _Asked(
-            place, {"do": "generate", "new": new, "max_new_tokens": max_new_tokens, "stop": list(stop)}
-        )
+        return _Asked(place, Generate(new, max_new_tokens, list(stop), logprobs))
 
     async def _made_turn(self, asked: _Asked) -> Turn:
         answer = self._shared.answers[asked.place]
         try:
-            turn = _turn(await self._ask(asked.request))
+            turn = await self._ask(asked.request)
+            assert isinstance(turn, Turn), "Generate is answered by a turn"
         except Exception as error:
             answer.set_exception(error)
             # the error is raised here; a repeated request gets it too
@@ -276,10 +285,10 @@ class LiveSession:
         self, name: str, arguments: Mapping[str, Any], make: Callable[[], Awaitable[str]]
     ) -> Recorded:
         """The result of `make`, or its recorded result from before a restart. A ToolError and a timeout are recorded too."""
-        place = {"tool": name, "arguments": dict(arguments)}
-        known = await self._ask({"do": "call", **place})
-        if "answer" in known:
-            return Recorded(str(known["answer"]), bool(known["failed"]), before=True)
+        known = await self._ask(Call(name, dict(arguments)))
+        if isinstance(known, RecordedAnswer):
+            return Recorded(known.text, known.failed, before=True)
+        assert isinstance(known, MakeCall), "a call is recorded or made"
         over = False
         try:
             async with asyncio.timeout(self._shared.timeout_s):
@@ -289,15 +298,14 @@ class LiveSession:
         except TimeoutError:
             answer, failed, over = f"{name} gave no answer within {self._shared.timeout_s:g} s", True, True
         # several calls may run at once
-        event = known["event"]
-        await self._ask({"do": "called", **place, "event": event, "answer": answer, "failed": failed})
+        await self._ask(Called(known.event, answer, failed))
         if over:
             self._shared.over()
         return Recorded(answer, failed, before=False)
 
     def branch(self, name: str | None = None, prompt: Content | None = None) -> LiveSession:
         """Another sample of the same rollout."""
-        begin = {**self._standing(), "name": self.name if name is None else name}
+        begin = replace(self._standing(), name=self.name if name is None else name)
         history = self._shared.history
         if prompt is None:
             made = LiveSession(self._shared, begin, self._turns)
@@ -307,24 +315,24 @@ class LiveSession:
                 history.touch(made.number)
         else:
             own = pieces(prompt, "user")
-            made = LiveSession(self._shared, {**begin, "parent_turns": 0, "prompt": own})
+            made = LiveSession(self._shared, replace(begin, parent_turns=0, prompt=own))
             history.begin(made.number, made.number, compared(own))
         return made
 
-    def _standing(self) -> dict[str, Any]:
+    def _standing(self) -> BranchStart:
         """How a new branch starts from this one. If the driver does not know this branch yet, both start alike."""
         if self._begin is not None:
             return self._begin
-        return {"parent": self.number, "parent_turns": self._made, "name": self.name, "prompt": None}
+        return BranchStart(self.number, self._made, self.name)
 
-    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        begin, self._begin = self._begin, None
-        answer = await self._shared.ask({**request, "branch": self.number, "begin": begin})
-        if "refused" in answer:
-            raise SessionError(answer["refused"])
-        if "limit" in answer:
-            raise (TooLongError if answer.get("too_long") else LimitReachedError)(answer["limit"])
-        return answer
+    async def _ask(self, request: Request) -> Reply:
+        start, self._begin = self._begin, None
+        reply = await self._shared.ask(replace(request, branch=self.number, start=start))
+        if isinstance(reply, Refused):
+            raise SessionError(reply.reason)
+        if isinstance(reply, Limit):
+            raise (TooLongError if reply.too_long else LimitReachedError)(reply.reason)
+        return reply
 
     def reward(self, value: float, **parts: float | str) -> None:
         """Set the reward of this branch."""
@@ -373,8 +381,3 @@ def _message(given: Any) -> dict[str, Any]:
 
 def _options(max_new_tokens: int | None, stop: Sequence[str]) -> str:
     return json.dumps([max_new_tokens, list(stop)])
-
-
-def _turn(answer: Mapping[str, Any]) -> Turn:
-    calls = [ToolCall(item["name"], item["arguments"]) for item in answer["tool_calls"]]
-    return Turn(**{**answer, "tool_calls": calls})

@@ -6,7 +6,7 @@ only tokens generated in it. Knows nothing of engines, texts or files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.core.contracts.sample import PolicySpan
@@ -154,7 +154,7 @@ class BranchReward:
     answer: str | None = None
 
 
-def inherited(tree: RolloutTree, given: dict[int, BranchReward]) -> dict[int, BranchReward]:
+def inherited(tree: RolloutTree, given: Mapping[int, BranchReward]) -> dict[int, BranchReward]:
     """The reward of each branch: its own, else its parent's."""
     found: dict[int, BranchReward] = {}
     for branch in tree.branches:

@@ -56,8 +56,8 @@ async def answers(pool: SessionPool, *calls: tuple[str, dict[str, Any]]) -> list
     """What a rollout that makes these calls is answered."""
     driver = Driver()
     end = await pool.run(start(metadata={"calls": calls}), driver.handle)
-    assert end["status"] == "completed", end
-    return [request["answer"] for request in driver.asked if request["do"] == "called"]
+    assert end.status == "completed", end
+    return driver.answers
 
 
 async def test_a_servers_tools_are_called_beside_functions(pool: Any) -> None:

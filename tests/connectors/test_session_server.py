@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import pytest_asyncio
 from millrace.connectors.user_code import session_pool
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config.rollout import Sampling, Session
+from millrace.core.sessions.interface import Task, Turn
+from millrace.core.sessions.pipe import End, Limit, Reply, Request, Start
 
 FUNCTIONS = "tests.support.client_functions"
 PROMPT = {"role": "user", "content": "1+1="}
@@ -24,43 +27,35 @@ class Driver:
 
     def __init__(self, texts: list[Any] | None = None, delay: float = 0.0, most: int = 100) -> None:
         self.texts = texts or ["one", "two", "three", "four", "five", "six"]
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[Request] = []
         self._delay, self._most = delay, most
 
-    async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def handle(self, request: Request) -> Reply:
         self.asked.append(request)
         turn = self.texts[(len(self.asked) - 1) % len(self.texts)]
         await asyncio.sleep(self._delay)
         if len(self.asked) > self._most:
-            return {"limit": "rollout.session.max_turns = 2"}
-        return {
-            "text": "all of it",
-            "output_ids": [7],
-            "status": "completed",
-            "thinking": "",
-            "tool_calls": [],
-            "problem": None,
-            "prompt_tokens": 3,
-            **(turn if isinstance(turn, dict) else {"content": turn}),
-        }
+            return Limit("rollout.session.max_turns = 2")
+        made = Turn("all of it", "", [7], "completed", prompt_tokens=3)
+        return replace(made, **(turn if isinstance(turn, dict) else {"content": turn}))
 
     @property
     def turns(self) -> list[tuple[int, list[str]]]:
         """The branch of each turn, and the new messages' contents."""
-        return [(each["branch"], [new["content"] for new in each["new"]]) for each in self.asked]
+        return [(each.branch, [new["content"] for new in each.new]) for each in self.asked]
 
     @property
     def begins(self) -> list[tuple[int, int, int, list[str] | None]]:
         """Branch, parent, turns of the parent, and contents of a prompt of its own."""
         return [
             (
-                each["branch"],
-                each["begin"]["parent"],
-                each["begin"]["parent_turns"],
-                each["begin"]["prompt"] and [message["content"] for message in each["begin"]["prompt"]],
+                each.branch,
+                each.start.parent,
+                each.start.parent_turns,
+                each.start.prompt and [message["content"] for message in each.start.prompt],
             )
             for each in self.asked
-            if each["begin"]
+            if each.start
         ]
 
 
@@ -80,21 +75,17 @@ async def pool() -> AsyncIterator[SessionPool]:
 def run(pool: SessionPool, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(session_pool, "GRACE_S", 0.5)
 
-    async def to_end(function: str, driver: Driver, **options: Any) -> dict[str, Any]:
-        start = {
-            "task": {"prompt": "1+1=", "metadata": {"function": function, "options": options}},
-            "messages": [PROMPT],
-            "seed": 7,
-            "sampling": Sampling(temperature=0.5).model_dump(mode="json"),
-        }
-        return await pool.run(start, driver.handle)
+    async def to_end(function: str, driver: Driver, **options: Any) -> End:
+        task = Task("1+1=", metadata={"function": function, "options": options})
+        sampling = Sampling(temperature=0.5).model_dump(mode="json")
+        return await pool.run(Start(task, [PROMPT], seed=7, sampling=sampling), driver.handle)
 
     return to_end
 
 
-def value(end: dict[str, Any]) -> float:
-    assert end["status"] == "completed", end["reason"]
-    return float(end["rewards"]["0"]["reward"])
+def value(end: End) -> float:
+    assert end.status == "completed", end.reason
+    return end.rewards[0].value
 
 
 @pytest.mark.parametrize("function", ["two_turns", "in_a_thread"])
@@ -110,7 +101,7 @@ async def test_calls_of_tools_are_answered_and_answered_to(run: Run) -> None:
     driver = Driver([call, "three"])
     assert value(await run("uses_tools", driver)) == 1
     assert driver.turns == [(0, []), (0, ["3"])]
-    assert driver.asked[1]["new"] == [{"role": "tool", "tool_call_id": "call-0-0-0", "content": "3"}]
+    assert driver.asked[1].new == [{"role": "tool", "tool_call_id": "call-0-0-0", "content": "3"}]
 
 
 async def test_a_stream_gives_the_same_turns_and_the_usage_if_asked(run: Run) -> None:
@@ -148,9 +139,9 @@ async def test_different_requests_at_once_are_a_branch_each_but_one(run: Run) ->
 async def test_a_branch_has_a_door_of_its_own_and_clients_branches_have_its_reward(run: Run) -> None:
     driver = Driver()
     end = await run("two_roles", driver)
-    assert {number: each["reward"] for number, each in end["rewards"].items()} == {"0": 1.0, "1": 0.5}
+    assert {number: each.value for number, each in end.rewards.items()} == {0: 1.0, 1: 0.5}
     assert driver.turns == [(0, []), (1, [])]
-    assert driver.asked[1]["begin"]["name"] == "critic"
+    assert driver.asked[1].start.name == "critic"
 
 
 async def test_a_client_goes_on_from_the_functions_own_turns(run: Run) -> None:
@@ -161,7 +152,7 @@ async def test_a_client_goes_on_from_the_functions_own_turns(run: Run) -> None:
 
 async def test_a_limit_ends_the_rollout_as_truncated(run: Run) -> None:
     end = await run("for_ever", Driver(most=2))
-    assert (end["status"], end["reason"]) == ("truncated", "rollout.session.max_turns = 2")
+    assert (end.status, end.reason) == ("truncated", "rollout.session.max_turns = 2")
 
 
 async def test_the_models_are_listed(run: Run) -> None:
@@ -190,7 +181,7 @@ async def test_what_is_refused_names_the_field(run: Run, case: str) -> None:
     body, headers, reason = REFUSED[case]
     driver = Driver()
     end = await run("posts", driver, body=body, headers=headers, path="/chat/completions")
-    assert end["reason"].startswith(f"ValueError: {reason}"), end["reason"]
+    assert end.reason.startswith(f"ValueError: {reason}"), end.reason
     assert driver.asked == []
 
 
@@ -199,18 +190,18 @@ async def test_what_is_refused_names_the_field(run: Run, case: str) -> None:
 async def test_deep_json_is_refused(run: Run, depth: int, inside: bool) -> None:
     driver = Driver()
     end = await run("posts_deep", driver, depth=depth, inside=inside)
-    assert end["reason"].startswith("ValueError: 400"), end["reason"]
+    assert end.reason.startswith("ValueError: 400"), end.reason
     assert driver.asked == []
 
 
 async def test_an_unknown_path_is_not_found(run: Run) -> None:
     end = await run("posts", Driver(), body={}, headers=JSON, path="/completions")
-    assert end["reason"].startswith("ValueError: 404"), end["reason"]
+    assert end.reason.startswith("ValueError: 404"), end.reason
 
 
 async def test_the_runs_own_sampling_is_accepted(run: Run) -> None:
     body = {"temperature": 0.5, "top_p": 1, "n": 1, "seed": None, "max_tokens": 5, "stop": "x"}
     driver = Driver()
     end = await run("posts", driver, body=body, headers=JSON, path="/chat/completions")
-    assert end["reason"].startswith("ValueError: 200"), end["reason"]
-    assert (driver.asked[0]["max_new_tokens"], driver.asked[0]["stop"]) == (5, ["x"])
+    assert end.reason.startswith("ValueError: 200"), end.reason
+    assert (driver.asked[0].max_new_tokens, driver.asked[0].stop) == (5, ["x"])

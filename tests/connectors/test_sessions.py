@@ -13,6 +13,8 @@ import pytest
 from millrace.connectors.user_code import session_pool
 from millrace.connectors.user_code.session_pool import SessionLostError, SessionPool
 from millrace.core.config.rollout import Session
+from millrace.core.sessions.pipe import BranchStart, Call, End, Reply, Request, Start
+from millrace.core.sessions.tree import BranchReward
 from tests.support.session_driver import Driver, start
 from tests.support.slow_members import slow_but
 
@@ -45,14 +47,8 @@ async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
 async def test_a_session_generates_and_returns_its_reward(make_pool: Make) -> None:
     driver = Driver()
     end = await make_pool("three_turns").run(start(), driver.handle)
-    assert end == {
-        "status": "completed",
-        "reason": None,
-        "rewards": {"0": {"reward": 3.0, "parts": {}, "answer": None}},
-        "cut": [],
-        "left_out": {},
-    }
-    assert [request["new"] for request in driver.asked] == [
+    assert end == End("completed", rewards={0: BranchReward(3.0)}, cut=[])
+    assert driver.shown == [
         [],
         [{"role": "user", "content": "again"}],
         [{"role": "user", "content": "again"}],
@@ -62,21 +58,14 @@ async def test_a_session_generates_and_returns_its_reward(make_pool: Make) -> No
 async def test_branches_say_where_they_began_and_what_they_are_worth(make_pool: Make) -> None:
     driver = Driver(["a solution", "good"])
     end = await make_pool("branches").run(start(), driver.handle)
-    assert end["rewards"] == {
-        "1": {"reward": 0.25, "parts": {"kind": 1.0, "words": "Fine."}, "answer": "yes"},
-        "0": {"reward": 1.0, "parts": {}, "answer": None},
+    assert end.rewards == {
+        1: BranchReward(0.25, {"kind": 1.0, "words": "Fine."}, "yes"),
+        0: BranchReward(1.0),
     }
     first, second = driver.asked
-    assert (first["branch"], first["begin"]) == (0, None)
-    assert (second["branch"], second["begin"]) == (
-        1,
-        {
-            "parent": 0,
-            "parent_turns": 0,
-            "name": "critic",
-            "prompt": [{"role": "user", "content": "judge: a solution"}],
-        },
-    )
+    assert (first.branch, first.start) == (0, None)
+    prompt = [{"role": "user", "content": "judge: a solution"}]
+    assert (second.branch, second.start) == (1, BranchStart(0, 0, "critic", prompt))
 
 
 ENDS = {
@@ -88,6 +77,8 @@ ENDS = {
     "spins": ("no answer within rollout.session.timeout_s = 2 s", True),
     "hangs_in_c": ("no answer within rollout.session.timeout_s = 2 s", True),
     "multiplies": ("it started more than rollout.session.max_processes = 64 processes", True),
+    "names_a_branch_by_a_number": ("name: Input should be a valid string", False),
+    "writes_to_the_driver": ("it sent the driver a line that is no message: there is no message Start", True),
     "exits": ("its process ended itself with exit code 3", True),
 }
 
@@ -107,13 +98,13 @@ async def test_a_rollout_that_misbehaves_is_to_blame_and_nobody_else(make_pool: 
         assert lost.value.blamed
     else:
         end = await pool.run(start(), Driver().handle)
-        assert end["status"] == "failed"
-        assert reason in end["reason"]
+        assert end.status == "failed"
+        assert reason in end.reason
     assert time.monotonic() - began < 60
-    assert [end["rewards"]["0"]["reward"] for end in await asyncio.gather(*good)] == [3.0] * 4
+    assert [end.rewards[0].value for end in await asyncio.gather(*good)] == [3.0] * 4
 
 
-async def _until_it_ends(pool: SessionPool, begin: dict[str, Any], driver: Driver) -> dict[str, Any]:
+async def _until_it_ends(pool: SessionPool, begin: Start, driver: Driver) -> End:
     """Run a session as often as another one takes its process with it."""
     for _ in range(5):
         try:
@@ -141,17 +132,16 @@ async def test_what_a_tool_gives_or_raises_is_an_answer(make_pool: Make, tool: s
     driver = Driver()
     names = [name for name in ANSWERS if name != "unknown"]
     await make_pool("calls", options={"tool": tool, **arguments}, tools=names).run(start(), driver.handle)
-    call, called = (request for request in driver.asked if request["do"] in ("call", "called"))
-    assert (call["tool"], call["arguments"]) == (tool, arguments)
-    assert called["answer"].startswith(answer)
+    (call,) = (request for request in driver.asked if isinstance(request, Call))
+    assert (call.tool, call.arguments) == (tool, arguments)
+    assert driver.answers[0].startswith(answer)
 
 
 async def test_arguments_that_a_tool_does_not_take_are_named(make_pool: Make) -> None:
     driver = Driver()
     options = {"tool": "add", "a": "three", "b": 1}
     await make_pool("calls", options=options, tools=["add"]).run(start(), driver.handle)
-    answers = [request["answer"] for request in driver.asked if request["do"] == "called"]
-    assert answers == [
+    assert driver.answers == [
         "add does not take these arguments: a: Input should be a valid integer, unable to parse string as an integer"
     ]
 
@@ -161,9 +151,8 @@ async def test_a_slow_async_tool_is_ended_alone(make_pool: Make) -> None:
     end = await make_pool("calls", options={"tool": "wait", "seconds": 60}, tools=["wait"]).run(
         start(), driver.handle
     )
-    assert end["status"] == "completed"
-    answers = [request["answer"] for request in driver.asked if request["do"] == "called"]
-    assert answers == ["wait gave no answer within 2 s"]
+    assert end.status == "completed"
+    assert driver.answers == ["wait gave no answer within 2 s"]
 
 
 @pytest.mark.parametrize("tool", slow_but(["spin", "spin_in_c", "crash"], "spin", "crash"))
@@ -172,11 +161,10 @@ async def test_a_tool_that_takes_its_process_with_it_is_to_blame(make_pool: Make
     with pytest.raises(SessionLostError) as lost:
         await make_pool("calls", options={"tool": tool}, tools=[tool]).run(start(), driver.handle)
     if tool == "spin":  # it was answered first, in time
-        answers = [request["answer"] for request in driver.asked if request["do"] == "called"]
-        assert answers == ["spin gave no answer within 2 s"]
+        assert driver.answers == ["spin gave no answer within 2 s"]
     else:
         assert lost.value.blamed
-        assert driver.asked[-1]["do"] == "call"
+        assert isinstance(driver.asked[-1], Call)
 
 
 async def test_a_killed_process_blames_nobody_and_the_next_session_gets_another(make_pool: Make) -> None:
@@ -186,11 +174,11 @@ async def test_a_killed_process_blames_nobody_and_the_next_session_gets_another(
     (process,) = pool._processes
     os.kill(process._process.pid or 0, 9)
     end = await _until_it_ends(pool, start(), Driver())
-    assert end["status"] == "completed"
+    assert end.status == "completed"
 
 
 async def test_what_the_driver_raises_is_raised(make_pool: Make) -> None:
-    async def handle(request: dict[str, Any]) -> dict[str, Any]:
+    async def handle(request: Request) -> Reply:
         raise RuntimeError("too many failed")
 
     with pytest.raises(RuntimeError, match="too many failed"):

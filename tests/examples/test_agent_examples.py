@@ -10,7 +10,7 @@ import random
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from millrace.connectors.huggingface.tiny import build_tiny_model, build_tokeniz
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.algorithms.group_advantages import group_relative
 from millrace.core.config.rollout import Session
+from millrace.core.sessions.tree import BranchReward
 from tests.examples.test_pages import ROOT, blocks
 from tests.support.flow_runs import Workplace, make_workplace
 from tests.support.session_driver import Driver, start
@@ -196,7 +197,7 @@ async def play(
     function: dict[str, Any],
     texts: list[str],
     **task: Any,
-) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+) -> tuple[Mapping[int, BranchReward], list[list[dict[str, Any]]]]:
     """A rollout of an example in a process of rollouts, answered from a list: its end, and what was shown before each turn."""
     monkeypatch.syspath_prepend(str(EXAMPLES / folder))
     pool = SessionPool(Session.model_validate({"function": function}))
@@ -205,25 +206,21 @@ async def play(
         end = await pool.run(start(**task), driver.handle)
     finally:
         pool.close()
-    assert end["status"] == "completed", end
-    return end["rewards"], driver.shown
+    assert end.status == "completed", end
+    return end.rewards, driver.shown
 
 
 async def test_each_failure_is_shown_and_each_repair_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     function = {"function": "code_repair:code_repair"}
     task = {"prompt": "f(3)=6", "label": "x*2"}
     rewards, shown = await play(monkeypatch, "code_repair", function, ["x+", "x+3", "x*2"], **task)
-    assert rewards["0"] == {
-        "reward": pytest.approx(0.64),
-        "parts": {"passed": 1.0, "repairs": 2.0},
-        "answer": None,
-    }
+    assert rewards[0] == BranchReward(pytest.approx(0.64), {"passed": 1.0, "repairs": 2.0})
     assert [new[0]["content"] for new in shown[1:]] == ["SyntaxError: invalid syntax", "f(1)=2 not 4"]
     rewards, _ = await play(monkeypatch, "code_repair", function, ["x*2"], **task)
-    assert rewards["0"]["reward"] == 1.0
+    assert rewards[0].value == 1.0
     outside = ["open('/etc/passwd').read()", "__import__('os').fork()", "2 if x == 1 else 0"]
     rewards, shown = await play(monkeypatch, "code_repair", function, outside, **task)
-    assert rewards["0"]["reward"] == pytest.approx(0.25 * 0.64)
+    assert rewards[0].value == pytest.approx(0.25 * 0.64)
     assert [new[0]["content"] for new in shown[1:]] == [
         "PermissionError: [Errno 13] Permission denied: '/etc/passwd'",
         "PermissionError: [Errno 1] Operation not permitted",
@@ -239,8 +236,8 @@ async def test_the_critic_is_paid_for_what_is_so(
 ) -> None:
     function = {"function": "critic:solve_and_judge"}
     rewards, shown = await play(monkeypatch, "critic", function, [answer, verdict], prompt="3+4=", label="7")
-    assert rewards["0"] == {"reward": solver, "parts": {"critic": critic}, "answer": None}
-    assert rewards["1"] == {"reward": critic, "parts": {}, "answer": None}
+    assert rewards[0] == BranchReward(solver, {"critic": critic})
+    assert rewards[1] == BranchReward(critic)
 
 
 @pytest.mark.parametrize(("texts", "reward"), [(["3"], 1.0), (["4", "3"], 0.5), (["4", "5"], 0.0)])
@@ -257,11 +254,7 @@ async def test_verifiers_scores_the_sum(
     options = {"taskset": "verifiers-sums"}
     function = {"function": "millrace.connectors.environments.verifiers:run", "options": options}
     rewards, shown = await play(monkeypatch, "verifiers_env", function, texts, **row)
-    assert rewards["0"] == {
-        "reward": reward,
-        "parts": {"right": reward, "tries": float(len(texts))},
-        "answer": None,
-    }
+    assert rewards[0] == BranchReward(reward, {"right": reward, "tries": float(len(texts))})
     assert [new[0]["content"] for new in shown[1:]] == ["no."] * (len(texts) - 1)
 
 

@@ -12,7 +12,9 @@ from millrace import Session, Task
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Session as Settings
 from millrace.core.sessions.forms import act_in
+from millrace.core.sessions.interface import Turn
 from millrace.core.sessions.live import LiveSession, Shared
+from millrace.core.sessions.pipe import Call, Generate, MakeCall, Noted, Reply, Request
 from millrace.core.sessions.tools import LoadedTool
 from tests.examples.test_pages import ROOT, blocks
 
@@ -37,15 +39,17 @@ class Answers:
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
         self.rewards: dict[int, Any] = {}
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[Request] = []
 
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, request: Request) -> Reply:
         self.asked.append(request)
-        if request["do"] != "generate":
-            return {"event": 0}
-        text = self.texts.pop(0)
-        plain = {"text": text, "content": text, "output_ids": [1], "status": "completed"}
-        return {**plain, "thinking": "", "tool_calls": [], "problem": None}
+        match request:
+            case Generate():
+                text = self.texts.pop(0)
+                return Turn(text, text, [1], "completed")
+            case Call():
+                return MakeCall(0)
+        return Noted()
 
     def session(self) -> LiveSession:
         shared = Shared(
@@ -85,7 +89,7 @@ async def test_the_environment_leads_to_its_number_from_a_snapshot_too() -> None
     other = guess()
     other.restore(first.snapshot())
     assert other.number == first.number
-    shown = [piece["content"] for request in answers.asked for piece in request.get("new", ())]
+    shown = [piece["content"] for request in answers.asked for piece in getattr(request, "new", ())]
     assert shown[0] == "Guess a number below 8."
     assert set(shown[1:]) <= {"higher", "lower"}
 
@@ -94,7 +98,7 @@ async def test_the_critic_is_paid_for_seeing_what_is_right() -> None:
     answers = Answers("4", "Yes.")
     await modules()["debate"]["solve_and_judge"](answers.session())
     assert {number: given["reward"] for number, given in answers.rewards.items()} == {0: 1.0, 1: 1.0}
-    assert answers.asked[1]["begin"]["name"] == "critic"
+    assert answers.asked[1].start.name == "critic"
 
 
 async def test_the_tool_is_shown_as_the_page_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

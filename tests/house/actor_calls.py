@@ -17,7 +17,7 @@ def string_calls(files: Iterable[SourceFile]) -> Iterator[Violation]:
         if file.is_test:
             continue
         for node in ast.walk(file.tree):
-            if isinstance(node, ast.Call) and not _of_session(node) and (shown := _shown(node)):
+            if isinstance(node, ast.Call) and (shown := _shown(node)):
                 yield Violation(file.path, node.lineno, f"{shown} calls a method by a string", REMEDY)
 
 
@@ -54,14 +54,4 @@ def _is_text(value: ast.expr) -> bool:
         return _is_text(value.body) or _is_text(value.orelse)
     return isinstance(value, ast.JoinedStr) or (
         isinstance(value, ast.Constant) and isinstance(value.value, str)
-    )
-
-
-def _of_session(node: ast.Call) -> bool:
-    """`session.call("add", ...)` calls a tool, by the name that the model has for it."""
-    function = node.func
-    return (
-        isinstance(function, ast.Attribute)
-        and isinstance(function.value, ast.Name)
-        and function.value.id == "session"
     )

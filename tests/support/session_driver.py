@@ -4,40 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.core.sessions.interface import Task, Turn
+from millrace.core.sessions.pipe import Call, Called, Generate, MakeCall, Noted, Reply, Request, Start
+
 
 class Driver:
     """Answers as the driver does; its last text is repeated."""
 
     def __init__(self, texts: list[str] | None = None) -> None:
         self.texts = texts or ["one", "two", "three"]
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[Request] = []
 
-    async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def handle(self, request: Request) -> Reply:
         """Answer a request."""
         self.asked.append(request)
-        if request["do"] != "generate":
-            return {"event": len(self.asked)}
-        turns = sum(each["do"] == "generate" for each in self.asked)
-        text = self.texts[min(turns, len(self.texts)) - 1]
-        return {
-            "text": text,
-            "content": text,
-            "output_ids": [len(text)],
-            "status": "completed",
-            "thinking": "",
-            "tool_calls": [],
-            "problem": None,
-        }
+        match request:
+            case Generate():
+                text = self.texts[min(len(self.shown), len(self.texts)) - 1]
+                return Turn(text, text, [len(text)], "completed")
+            case Call():
+                return MakeCall(len(self.asked))
+        return Noted()
 
     @property
     def shown(self) -> list[list[Any]]:
         """What was new in each prompt."""
-        return [request["new"] for request in self.asked if request["do"] == "generate"]
+        return [request.new for request in self.asked if isinstance(request, Generate)]
+
+    @property
+    def answers(self) -> list[str]:
+        """What each call was answered."""
+        return [request.answer for request in self.asked if isinstance(request, Called)]
 
 
-def start(**task: Any) -> dict[str, Any]:
+def start(**task: Any) -> Start:
     """What a session begins with."""
     task = {"prompt": "1+1=", **task}
     prompt = task["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return {"task": task, "messages": messages, "seed": 7, "sampling": {}}
+    return Start(Task(**task), messages, seed=7, sampling={})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import time
@@ -50,6 +51,22 @@ async def exits(session: Session) -> None:
     """Ends its process after a turn."""
     await session.generate()
     os._exit(3)
+
+
+async def writes_to_the_driver(session: Session) -> None:
+    """Writes a line to each socket of its process, and keeps it busy."""
+    await session.generate()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                os.write(int(name), b'[1, 2, "Start", {}]\n')
+    while True:
+        pass
+
+
+async def names_a_branch_by_a_number(session: Session) -> None:
+    """Asks for a turn of a branch whose name is no text."""
+    await session.branch(3).generate()  # type: ignore[arg-type]
 
 
 async def spins(session: Session) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -175,7 +174,7 @@ async def test_what_fails_in_a_rollout_names_its_reference(
     """Reasons of rollouts, and what tools said, held the secret in the stored rows."""
     pool, driver = make(**session_of(field, tmp_path)), Driver()
     end = await pool.run(start(metadata={"rollout": "other"} if ".named." in field else {}), driver.handle)
-    everything = json.dumps([end, driver.asked])
+    everything = repr([end, driver.asked])
     assert "no access with ${env:SAID_KEY}" in everything or "'${env:SAID_KEY}'" in everything, everything
     assert SECRET not in everything
 

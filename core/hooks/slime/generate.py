@@ -21,6 +21,7 @@ from millrace.core.hooks.slime.sample import Arguments, Sample, SlimeStatus, tok
 from millrace.core.sessions.completions import SAMPLED, BadRequestError, length
 from millrace.core.sessions.interface import SessionError, Turn
 from millrace.core.sessions.live import LiveSession
+from millrace.core.sessions.pipe import SlimeStart
 
 READ = ("text", "input_ids", "sampling_params", "return_logprob", "stream", "rid", "session_id")
 OF_SAMPLING = ("max_new_tokens", "stop")
@@ -88,10 +89,10 @@ class _Line:
 class SlimeRollout:
     """One rollout: its function, and its requests to the engine."""
 
-    def __init__(self, session: LiveSession, given: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
-        """given: `arguments` of the run, including its tokenizer's folder as hf_checkpoint, and `prompt_ids`."""
-        prompt = list(given["prompt_ids"])
-        self._session, self._sampling, self._arguments = session, dict(sampling), dict(given["arguments"])
+    def __init__(self, session: LiveSession, start: SlimeStart, sampling: Mapping[str, Any]) -> None:
+        """start: its arguments name the tokenizer's folder as hf_checkpoint."""
+        prompt = list(start.prompt_ids)
+        self._session, self._sampling, self._arguments = session, dict(sampling), dict(start.arguments)
         self._model = str(self._arguments["hf_checkpoint"])
         self._lines = [_Line(session, prompt, [0] * len(prompt))]
         self._prompt_ids = prompt

@@ -23,6 +23,8 @@ from millrace.core.contracts.turns import TurnRow
 from millrace.core.hooks.loading import written_for_slime
 from millrace.core.hooks.rollout_selection import rollout_functions
 from millrace.core.plain_text import json_text
+from millrace.core.sessions.interface import Task
+from millrace.core.sessions.pipe import End, SlimeStart, Start
 from millrace.core.sessions.tree import Branch, BranchReward, inherited
 from millrace.core.sharding import WHOLE, Share
 from millrace.tasks.generation.sessions.rollout_record import RolloutRecord
@@ -80,7 +82,7 @@ class SessionRunner:
         self._calls = asyncio.Semaphore(share.part_of(settings.max_calls))
 
     async def run(
-        self, opening: Opening, task: Mapping[str, Any], rows: Sequence[TurnRow], write: Write
+        self, opening: Opening, task: Task, rows: Sequence[TurnRow], write: Write
     ) -> tuple[list[MadeSample], float, float]:
         """The samples of one rollout, its start (Unix time) and its seconds of generation.
 
@@ -94,7 +96,7 @@ class SessionRunner:
                 kept.append(row)
                 await write(row)
 
-            opening = opening.of_row(task["metadata"], self._sampling.max_new_tokens)
+            opening = opening.of_row(task.metadata, self._sampling.max_new_tokens)
             rollout = SessionRollout(
                 opening,
                 self._settings,
@@ -105,14 +107,14 @@ class SessionRunner:
                 RolloutRecord(rows),
                 keep,
             )
-            start = {
-                "task": task,
-                "messages": list(opening.messages),
-                "seed": opening.seed,
-                "sampling": {**self._sampling.model_dump(mode="json"), **opening.sampling},
-            }
-            if any(f and written_for_slime(f.function) for _, f in rollout_functions(self._settings)):
-                start["slime"] = {"arguments": dict(self._arguments), "prompt_ids": list(opening.prompt_ids)}
+            slime = any(f and written_for_slime(f.function) for _, f in rollout_functions(self._settings))
+            start = Start(
+                task=task,
+                messages=list(opening.messages),
+                seed=opening.seed,
+                sampling={**self._sampling.model_dump(mode="json"), **opening.sampling},
+                slime=SlimeStart(self._arguments, list(opening.prompt_ids)) if slime else None,
+            )
             await rollout.open()
             suspected = False
             for attempt in range(TRIES):
@@ -125,9 +127,9 @@ class SessionRunner:
                     blamed = error.blamed and (error.certain or suspected)
                     suspected = suspected or error.blamed
                     if not await rollout.lost(str(error), blamed):
-                        end = {"status": "failed", "reason": str(error), "rewards": {}}
+                        end = End("failed", str(error))
                         break
-                    end = {"status": "failed", "reason": f"{error}, {TRIES} times", "rewards": {}}
+                    end = End("failed", f"{error}, {TRIES} times")
                     rollout = rollout.restart(RolloutRecord(kept))
             # calls that the function did not wait for
             await rollout.lost("", False)
@@ -144,31 +146,25 @@ def session_task(
     source: str,
     index: int,
     evaluation: bool = False,
-) -> dict[str, Any]:
+) -> Task:
     """The task that a session sees, from its row, whose prompt, label and metadata are JSON text."""
-    return {
-        "prompt": json.loads(prompt),
-        "label": None if label is None else json.loads(label),
-        "metadata": json.loads(metadata) if metadata else {},
-        "source": source,
-        "index": index,
-        "evaluation": evaluation,
-    }
+    return Task(
+        prompt=json.loads(prompt),
+        label=None if label is None else json.loads(label),
+        metadata=json.loads(metadata) if metadata else {},
+        source=source,
+        index=index,
+        evaluation=evaluation,
+    )
 
 
-def made_samples(rollout: SessionRollout, end: Mapping[str, Any]) -> list[MadeSample]:
+def made_samples(rollout: SessionRollout, end: End) -> list[MadeSample]:
     """The samples of a rollout with this end."""
     first = rollout.tree[0]
-    if rollout.failure or end["status"] == "failed" or not any(b.generated for b in rollout.tree.branches):
-        reason = rollout.failure or end["reason"] or "it generated nothing"
+    if rollout.failure or end.status == "failed" or not any(b.generated for b in rollout.tree.branches):
+        reason = rollout.failure or end.reason or "it generated nothing"
         return [_failed(rollout, first, reason)]
-    rewards = inherited(
-        rollout.tree,
-        {
-            int(number): BranchReward(given["reward"], given["parts"], given["answer"])
-            for number, given in end["rewards"].items()
-        },
-    )
+    rewards = inherited(rollout.tree, end.rewards)
     branches = rollout.tree.samples()
     return [_sample(rollout, branch, len(branches), rewards.get(branch.number), end) for branch in branches]
 
@@ -178,12 +174,12 @@ def _sample(
     branch: Branch,
     samples: int,
     reward: BranchReward | None,
-    end: Mapping[str, Any],
+    end: End,
 ) -> MadeSample:
     said = rollout.said[branch.number]
     parts, texts = split_parts(reward.parts) if reward else (None, None)
-    cut = end["status"] == "truncated" or (bool(said.turns) and said.turns[-1].truncated)
-    cut = cut or branch.number in end.get("cut", ())
+    cut = end.status == "truncated" or (bool(said.turns) and said.turns[-1].truncated)
+    cut = cut or branch.number in end.cut
     return MadeSample(
         sample_id=branch_id(rollout.opening.rollout_id, branch.number),
         samples=samples,
@@ -191,13 +187,13 @@ def _sample(
         prompt_ids=branch.prompt_ids,
         response_ids=branch.response_ids,
         loss_mask=branch.loss_mask,
-        trained_mask=_trained_mask(branch, end.get("left_out", {}).get(str(branch.number))),
+        trained_mask=_trained_mask(branch, end.left_out.get(branch.number)),
         logprobs=branch.logprobs,
         policy_versions=branch.spans,
         engine_id=rollout.engine_id,
         turns=branch.turns,
         status="truncated" if cut else "completed",
-        reason=end["reason"],
+        reason=end.reason,
         response=said.turns[-1].content if said.turns else "",
         dialogue=json_text(said.messages),
         reward=reward.value if reward else None,

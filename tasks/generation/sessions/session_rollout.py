@@ -20,6 +20,17 @@ from millrace.core.contracts.rows.prompts import ALWAYS_TOKENISED
 from millrace.core.contracts.turns import TurnKind, TurnRow
 from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Message, Turn
+from millrace.core.sessions.pipe import (
+    Call,
+    Generate,
+    Limit,
+    MakeCall,
+    Noted,
+    RecordedAnswer,
+    Refused,
+    Reply,
+    Request,
+)
 from millrace.core.sessions.tree import Branch, RolloutTree, Segment
 from millrace.core.waits.heartbeat import beat
 from millrace.tasks.generation.sessions.rollout_record import RolloutRecord, arguments_text
@@ -116,30 +127,31 @@ class SessionRollout:
         self._dialogues, self._generator = dialogues, generator
         self._places, self._write = places, write
         # running calls, by branch and event
-        self._calls: dict[tuple[int, int], tuple[dict[str, Any], float]] = {}
+        self._calls: dict[tuple[int, int], tuple[Call, float]] = {}
 
     async def open(self) -> None:
         """If stored rows are missing, note from which row on the others do not count."""
         if self.record.gap is not None:
             await self._keep(self._row(self.tree[0], self.record.gap, kind="resumed"))
 
-    async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def handle(self, request: Request) -> Reply:
         """Answer a request of the session."""
         try:
-            if request["do"] == "generate" and (limit := self._too_long(request)):
-                return {"limit": limit, "too_long": True}
+            if isinstance(request, Generate) and (limit := self._too_long(request)):
+                return Limit(limit, too_long=True)
             branch = self._branch(request)
-            if request["do"] == "generate":
-                return await self._generate(branch, request)
-            if request["do"] == "call":
-                return await self._call(branch, request)
-            return await self._called(branch, request["event"], request["answer"], request["failed"])
+            match request:
+                case Generate():
+                    return await self._generate(branch, request)
+                case Call():
+                    return await self._call(branch, request)
+            return await self._called(branch, request.event, request.answer, request.failed)
         except ValueError as error:
-            return {"refused": str(error)}
+            return Refused(str(error))
 
-    def _too_long(self, request: Mapping[str, Any]) -> str:
+    def _too_long(self, request: Generate) -> str:
         """The error for messages of more characters than the rollout's tokens can hold: tokenising them would take gigabytes."""
-        pieces = [*request["new"], *((request["begin"] or {}).get("prompt") or ())]
+        pieces = [*request.new, *((request.start and request.start.prompt) or ())]
         count = sum(map(characters, pieces))
         most = max(ALWAYS_TOKENISED, CHARACTERS_A_TOKEN * self.opening.longest)
         return (
@@ -172,66 +184,52 @@ class SessionRollout:
         for number, event in calls:
             if blamed_call:
                 request, _ = self._calls[number, event]
-                await self._called(self.tree[number], event, f"{request['tool']} failed: {reason}", True)
+                await self._called(self.tree[number], event, f"{request.tool} failed: {reason}", True)
             else:
                 del self._calls[number, event]
                 self._places.release()
         return blamed_call or not blamed
 
-    def _branch(self, request: Mapping[str, Any]) -> Branch:
-        number, begin = request["branch"], request["begin"]
+    def _branch(self, request: Request) -> Branch:
+        number, start = request.branch, request.start
         if number in self.tree:
             return self.tree[number]
-        if begin is None or begin["parent"] not in self.tree:
+        if start is None or start.parent not in self.tree:
             raise ValueError("its branch could not start")
-        own = begin["prompt"]
+        own = start.prompt
         ids = None if own is None else self._opening_ids([], own)
-        branch = self.tree.branch(number, begin["parent"], begin["parent_turns"], begin["name"], ids)
-        origin = self.said[begin["parent"]]
-        messages = _messages(own) if own is not None else origin.after(begin["parent_turns"])
+        branch = self.tree.branch(number, start.parent, start.parent_turns, start.name, ids)
+        origin = self.said[start.parent]
+        messages = _messages(own) if own is not None else origin.after(start.parent_turns)
         self.said[number] = _Said(messages, plain=own is None or len(messages) == len(own))
         return branch
 
-    async def _generate(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
-        new: list[Any] = request["new"]
+    async def _generate(self, branch: Branch, request: Generate) -> Reply:
         if branch.turns >= self._settings.max_turns:
-            return {"limit": f"rollout.session.max_turns = {self._settings.max_turns}"}
+            return Limit(f"rollout.session.max_turns = {self._settings.max_turns}")
         before = branch.ids
-        self._observe(branch, new)
+        self._observe(branch, request.new)
         ids = branch.ids
         longest = self.opening.sampling.get("max_new_tokens", self._sampling.max_new_tokens)
         end = min(branch.dialogue_begins + self._settings.max_tokens, self.opening.longest)
-        room = min(end - len(ids), longest, request["max_new_tokens"] or longest)
+        room = min(end - len(ids), longest, request.max_new_tokens or longest)
         if room < 1:
             branch.forget(len(before))
-            return {"limit": f"rollout.session.max_tokens = {self._settings.max_tokens}"}
+            return Limit(f"rollout.session.max_tokens = {self._settings.max_tokens}")
         prompt = tokens_hash(ids)
         rows = self.record.turn(branch.number, branch.events, prompt)
         if rows is None:
             await self._diverge(branch, branch.events)
-            answer = await self._ask(branch, ids, room, request["stop"])
+            answer = await self._ask(branch, ids, room, request.stop)
             if answer.generation is None:
                 self.failure = answer.reason
-                return {"refused": answer.reason}
-            row = self._segment(branch, prompt, ids[len(before) :], new, answer)
+                return Refused(answer.reason or "the run ended before the turn started")
+            row = self._segment(branch, prompt, ids[len(before) :], request.new, answer)
             await self._keep(row)
             rows = [row]
         turn = self._add(branch, rows, ids)
-        return {
-            "text": turn.text,
-            "content": turn.content,
-            "output_ids": list(turn.output_ids),
-            "status": turn.status,
-            "thinking": turn.thinking,
-            "tool_calls": [{"name": c.name, "arguments": c.arguments} for c in turn.tool_calls],
-            "problem": turn.problem,
-            "prompt_tokens": len(ids),
-            **(
-                {"logprobs": [value for row in rows for value in row.rollout_logprobs]}
-                if request.get("logprobs")
-                else {}
-            ),
-        }
+        logprobs = [value for row in rows for value in row.rollout_logprobs] if request.logprobs else ()
+        return replace(turn, prompt_tokens=len(ids), logprobs=logprobs)
 
     async def _ask(self, branch: Branch, ids: Sequence[int], room: int, stop: Sequence[str]) -> Answer:
         opening = self.opening
@@ -302,18 +300,18 @@ class SessionRollout:
             raise ValueError("a branch with its own prompt needs a message or token ids")
         return ids
 
-    async def _call(self, branch: Branch, request: dict[str, Any]) -> dict[str, Any]:
+    async def _call(self, branch: Branch, request: Call) -> Reply:
         event = branch.events
         branch.events += 1
-        found = self.record.answer(branch.number, event, request["tool"], request["arguments"])
+        found = self.record.answer(branch.number, event, request.tool, request.arguments)
         if found:
-            return {"answer": found.text, "failed": found.failed}
+            return RecordedAnswer(found.text, found.failed)
         await self._diverge(branch, event)
         await self._places.acquire()
         self._calls[branch.number, event] = (request, time.time())
-        return {"event": event}
+        return MakeCall(event)
 
-    async def _called(self, branch: Branch, event: int, answer: str, failed: bool) -> dict[str, Any]:
+    async def _called(self, branch: Branch, event: int, answer: str, failed: bool) -> Noted:
         request, started = self._calls.pop((branch.number, event))
         self._places.release()
         row = self._row(
@@ -321,13 +319,13 @@ class SessionRollout:
             event,
             kind="call",
             text=answer,
-            tool=request["tool"],
-            arguments=arguments_text(request["arguments"]),
+            tool=request.tool,
+            arguments=arguments_text(request.arguments),
             failed=failed,
             timings=[("started", started), ("call_s", time.time() - started)],
         )
         await self._keep(row)
-        return {}
+        return Noted()
 
     async def _diverge(self, branch: Branch, event: int) -> None:
         """If another event is recorded here, note that it no longer counts."""

@@ -9,9 +9,10 @@ import pytest
 
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config.rollout import Session
+from millrace.core.sessions.pipe import End
 from tests.support.session_driver import Driver, start
 
-Play = Callable[..., Awaitable[tuple[dict[str, Any], list[str]]]]
+Play = Callable[..., Awaitable[tuple[End, list[str]]]]
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ async def play() -> AsyncIterator[Play]:
 
     async def make(
         function: str, options: dict[str, Any], texts: list[str], *, wired: str = "environment", **task: Any
-    ) -> tuple[dict[str, Any], list[str]]:
+    ) -> tuple[End, list[str]]:
         settings = {wired: {"function": function, "options": options}, "timeout_s": 60}
         pool = SessionPool(Session.model_validate(settings))
         made.append(pool)

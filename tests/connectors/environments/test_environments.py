@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 
 from millrace.core.hooks.protocols import RewardInput
+from millrace.core.sessions.pipe import End
+from millrace.core.sessions.tree import BranchReward
 from tests.connectors.environments.conftest import Play
 from tests.support.doc_commands import blocks
 
 HERE = "millrace.connectors.environments"
 
 
-def reward_of(end: dict[str, Any]) -> float:
-    assert end["status"] == "completed", end
-    return float(end["rewards"]["0"]["reward"])
+def reward_of(end: End) -> float:
+    assert end.status == "completed", end
+    return end.rewards[0].value
 
 
 async def test_a_calculator_by_hand(play: Play) -> None:
@@ -106,7 +108,7 @@ async def test_written_prompts_are_the_questions_that_are_scored(play: Play, tmp
 async def test_a_wrong_generator_is_named(play: Play, options: dict[str, Any], message: str) -> None:
     pytest.importorskip("reasoning_gym")
     end, _ = await play(GYM, options, ["1"])
-    assert message in end["reason"]
+    assert message in end.reason
 
 
 def test_a_composite_draws_from_its_generators_and_scores_each_by_its_own() -> None:
@@ -244,8 +246,8 @@ async def test_verifiers_runs_its_turns_in_the_session(play: Play, taskset: str,
     assert len(rows) == 8
     assert [message["role"] for message in rows[7]["prompt"]] == ["system", "user"]
     end, shown = await play(RUN, {"taskset": taskset}, ["2", "9", "7"], wired="function", **rows[7])
-    assert end["status"] == "completed", end
-    assert end["rewards"] == {"0": {"reward": 1.0, "parts": {"guesses": 3.0, "right": 1.0}, "answer": None}}
+    assert end.status == "completed", end
+    assert end.rewards == {0: BranchReward(1.0, {"guesses": 3.0, "right": 1.0})}
     assert shown == ["", "too low", "too high"]
 
 
@@ -260,8 +262,8 @@ async def test_a_row_of_another_taskset_fails_its_rollout(
     play: Play, taskset: str, row: dict[str, Any], reason: str
 ) -> None:
     end, _ = await play(RUN, {"taskset": taskset}, ["1"], wired="function", **row)
-    assert end["status"] == "failed"
-    assert reason in end["reason"]
+    assert end.status == "failed"
+    assert reason in end.reason
 
 
 async def test_what_verifiers_raises_fails_the_rollout(play: Play, taskset: str, tmp_path: Path) -> None:
@@ -270,8 +272,8 @@ async def test_what_verifiers_raises_fails_the_rollout(play: Play, taskset: str,
     write_prompts(tmp_path / "p.jsonl", taskset, 1)
     row = json.loads((tmp_path / "p.jsonl").read_text(encoding="utf-8"))
     end, _ = await play(RUN, {"taskset": taskset}, ["no number"], wired="function", **row)
-    assert end["status"] == "failed"
-    assert "invalid literal for int()" in end["reason"]
+    assert end.status == "failed"
+    assert "invalid literal for int()" in end.reason
 
 
 async def test_what_a_seat_asks_for_that_the_run_does_not_do_is_refused_with_its_field(
@@ -283,8 +285,8 @@ async def test_what_a_seat_asks_for_that_the_run_does_not_do_is_refused_with_its
     row = json.loads((tmp_path / "p.jsonl").read_text(encoding="utf-8"))
     options = {"taskset": taskset, "config": {"player": {"sampling": {"reasoning_effort": "low"}}}}
     end, _ = await play(RUN, options, ["0"], wired="function", **row)
-    assert end["status"] == "failed"
-    assert "reasoning_effort: it is not known here" in end["reason"]
+    assert end.status == "failed"
+    assert "reasoning_effort: it is not known here" in end.reason
     options["config"]["player"] = {"sampling": {"max_tokens": 3}}
     end, _ = await play(RUN, options, ["0"], wired="function", **row)
-    assert end["status"] == "completed", end
+    assert end.status == "completed", end
