@@ -15,7 +15,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.reading.files import read_files
 from millrace.core.config.reading.load import load_config
 from millrace.core.errors import ConfigError
-from millrace.flows.driver.drive import DriveResult
+from millrace.flows.drive import DriveResult
 from millrace.flows.sft import sft
 from millrace.flows.train import train
 

@@ -23,8 +23,8 @@ from millrace.connectors.host.local_files import keep_fonts_at_home
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
-from millrace.flows.plain_console import PlainConsole, write_line
-from millrace.flows.tools.ending import ending
+from millrace.core.plain_console import PlainConsole, write_line
+from millrace.flows.driver.ending import ending
 
 HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 sums

@@ -11,7 +11,7 @@ from prefect import flow
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.periodic import evaluates_after
-from millrace.flows.driver.drive import DriveResult, drive
+from millrace.flows.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext

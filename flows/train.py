@@ -11,8 +11,8 @@ from prefect import flow
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, together
+from millrace.flows.drive import DriveResult, drive
 from millrace.flows.driver.ahead_guard import lower_ahead
-from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.evaluations import evaluate_beside, evaluate_if_due, evaluate_untrained
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.flows.driver.stored_rollouts import train_stored

@@ -29,7 +29,7 @@ from millrace.flows.driver.interruption import run_interruptibly
 
 if TYPE_CHECKING:
     from millrace.core.config import RunConfig
-    from millrace.flows.driver.drive import DriveResult
+    from millrace.flows.drive import DriveResult
     from millrace.flows.preflight.check import Checked
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train a run, or resume it: the same name resumes."""
+    from millrace.flows.driver.ending import ending
     from millrace.flows.preflight.plan_seen import run_elsewhere
-    from millrace.flows.tools.ending import ending
 
     def work() -> tuple[RunConfig, DriveResult]:
         found = _checked(config, overrides)

@@ -14,9 +14,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from millrace.core.plain_console import PlainConsole
 from millrace.core.plain_text import printable
 from millrace.flows.commands.terminal import console
-from millrace.flows.plain_console import PlainConsole
 from millrace.flows.tools.listing import Listing
 
 UNLIMITED = 1_000_000  # columns

@@ -11,7 +11,7 @@ import logging
 from millrace.connectors.storage.run_folder import DRAWN
 from millrace.core.accounts.staleness import LOW_IN_A_ROW, Ahead, lowered
 from millrace.core.contracts.ids import iteration_number
-from millrace.flows.tools.browse import spans_of
+from millrace.flows.driver.stored_run import spans_of
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from millrace.core.config.reading.findings import by_name
 from millrace.core.errors import MillraceError
 from millrace.flows.driver.fingerprints import differences, of_model
 from millrace.flows.driver.same_run import hashed_in, only_moved, stored_config
-from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.driver.stored_run import run_record, settings_of
 
 FIELD = "pipeline.rollouts_from"
 MADE_BY = ("run.seed", "model", "data", "rollout", "reward", "algorithm.teacher_server")

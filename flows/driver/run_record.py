@@ -37,8 +37,8 @@ from millrace.core.errors import (
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.rollouts_source import begun_with
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
+from millrace.flows.driver.stored_run import ahead_of, check_no_run, spans_of
 from millrace.flows.driver.taken_up import branched_fields, check_same_model, taken_up
-from millrace.flows.tools.browse import ahead_of, check_no_run, spans_of
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.reporting import report
 from millrace.tasks.runtime.runtime import Runtime

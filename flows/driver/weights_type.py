@@ -11,7 +11,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.plan.layout import layout_of, visible_gpus
 from millrace.core.errors import ConfigError, MissingFileError
 from millrace.core.families.tensors import stored_type
-from millrace.flows.tools.browse import settings_of
+from millrace.flows.driver.stored_run import settings_of
 
 DType = Literal["float32", "bfloat16"]
 

@@ -26,9 +26,9 @@ from millrace.flows.driver.same_run import (
     refused_in_run,
     stored_config,
 )
+from millrace.flows.driver.stored_run import check_no_run
 from millrace.flows.driver.taken_up import branched_fields, check_same_model
 from millrace.flows.driver.weights_type import DType
-from millrace.flows.tools.browse import check_no_run
 
 HASHED = 16 << 20  # size up to which a source is compared by its hash; larger ones by size
 PLACES = ("iterations", "checkpoints", "lease")  # places that a run writes to

@@ -14,7 +14,7 @@ from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder
 from millrace.core.errors import DEFAULT_ROOT, StorageError
-from millrace.flows.tools.browse import run_record
+from millrace.flows.driver.stored_run import run_record
 from millrace.flows.tools.named_files import named_by_records
 
 

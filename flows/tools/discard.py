@@ -17,7 +17,7 @@ from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import StorageError, of_run
-from millrace.flows.tools.browse import run_record
+from millrace.flows.driver.stored_run import run_record
 from millrace.flows.tools.stop import end_actors
 
 SET_ASIDE = "discarded"

@@ -27,10 +27,10 @@ from millrace.core.errors import ConfigError, StorageError
 from millrace.core.evaluation import difference
 from millrace.core.hooks.loading import search_in
 from millrace.flows.driver.named_model import at_commit
+from millrace.flows.driver.stored_run import run_record
 from millrace.flows.driver.weights_type import of_new_run
 from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check_references import pass_blocks_on
-from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.named_by_run import named_by_run
 from millrace.flows.tools.replay import configuration_of, export_folder, export_ranks, ranks_alone

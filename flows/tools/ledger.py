@@ -14,8 +14,8 @@ from millrace.core.accounts.account import FATES, Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import ConfigError, StorageError, of_run
-from millrace.flows.plain_console import PlainConsole
-from millrace.flows.tools.browse import run_record, settings_of
+from millrace.core.plain_console import PlainConsole
+from millrace.flows.driver.stored_run import run_record, settings_of
 from millrace.flows.tools.listing import Listing
 from millrace.tasks.batching.account import open_account, stored_account
 

@@ -16,10 +16,10 @@ from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, StorageError
+from millrace.flows.driver.stored_run import run_record, settings_of
 from millrace.flows.planning.compare import Machine, Recorded, calibrated, verdicts, ways
 from millrace.flows.planning.pipeline import Mode, replay
 from millrace.flows.planning.recorded import Group, Request, Seconds, fit_speed
-from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.listing import Listing
 
 NEWEST = 20  # newest iterations that are read

@@ -27,8 +27,8 @@ from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.replay import check_replayed, with_settings
 from millrace.flows.driver.named_model import at_commit
+from millrace.flows.driver.stored_run import run_record
 from millrace.flows.preflight.check_references import pass_blocks_on
-from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.named_by_run import named_by_run
 from millrace.tasks.runtime.orphans import driven_run
 from millrace.tasks.runtime.ranks import Ranks

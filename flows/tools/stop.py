@@ -15,7 +15,7 @@ from millrace.connectors.storage.lease import find_driver
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.errors import LeaseHeldError, StorageError, of_run
-from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.driver.stored_run import run_record, settings_of
 from millrace.tasks.runtime.orphans import join_and_end_orphans
 
 PROMISED_S = 10.0  # a command ends in this time after SIGTERM

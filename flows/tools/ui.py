@@ -17,7 +17,7 @@ from millrace.connectors.prefect.server import (
     ui_url,
 )
 from millrace.core.errors import ConfigError
-from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.driver.stored_run import run_record, settings_of
 
 
 def open_pages(root: str, run: str | None, uri: str | None, port: int | None) -> list[str]:

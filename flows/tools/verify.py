@@ -40,7 +40,7 @@ from millrace.core.contracts.ids import derived_seed, iteration_number
 from millrace.core.contracts.rows.prompts import SourceFingerprint
 from millrace.core.contracts.sample import columns
 from millrace.core.errors import DataError, StorageError
-from millrace.flows.tools.browse import ahead_of, run_record, settings_of
+from millrace.flows.driver.stored_run import ahead_of, run_record, settings_of
 from millrace.flows.tools.named_files import named_by_records, strangers
 from millrace.tasks.batching.account import carried_to
 

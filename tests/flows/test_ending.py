@@ -11,7 +11,7 @@ import typer.main
 
 from millrace.core.config import RunConfig
 from millrace.flows.commands import app
-from millrace.flows.tools.ending import ending
+from millrace.flows.driver.ending import ending
 from tests.support.stored_run import CONFIG, write_run
 
 

@@ -17,7 +17,8 @@ from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config.pipeline import Pipeline
 from millrace.flows.commands import app, tables
-from millrace.flows.tools.browse import _pipeline, evaluations
+from millrace.flows.driver.stored_run import evaluations
+from millrace.flows.tools.browse import _pipeline
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.sql import ALL, QueryError, answer, connect
 from millrace.tasks.reporting.curves import Curves

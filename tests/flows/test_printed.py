@@ -24,9 +24,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
+from millrace.core.plain_console import PlainConsole
 from millrace.core.plain_text import CONTROL
 from millrace.flows.commands import app
-from millrace.flows.plain_console import PlainConsole
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.sql import QueryError, answer
 from tests.support.stored_run import write_run
@@ -171,7 +171,7 @@ def test_nothing_else_under_flows_writes_to_a_terminal() -> None:
             ):
                 found.add((path.relative_to(ROOT).as_posix(), text))
     assert found == {
-        ("flows/plain_console.py", "print"),
+        ("core/plain_console.py", "print"),
         ("flows/commands/tables.py", "sys.stdout.write"),  # JSON and CSV, which the tests above read
         ("flows/commands/tables.py", "out.file.write"),
     }

@@ -242,7 +242,7 @@ def test_whether_the_run_exists_and_where_it_goes_on(overrides: list[str], text:
 
 def test_a_branch_that_was_not_started_is_one() -> None:
     from millrace.connectors.storage.run_folder import RunFolder
-    from millrace.flows.tools.browse import run_record
+    from millrace.flows.driver.stored_run import run_record
 
     record = run_record("runs", "trained")
     branch = {

@@ -147,7 +147,7 @@ ROWS = {
         "lock.acquire": "made here, awaited by `progressing` two lines below",
     },
     "deployments/gpu/pack.py": {"subprocess.run": "a tool that its user watches, outside any run"},
-    "flows/driver/drive.py": {"asyncio.sleep": BACKGROUND},
+    "flows/drive.py": {"asyncio.sleep": BACKGROUND},
     "flows/driver/interruption.py": {
         "work_thread.ended.wait": "POLL_S; the loop lasts as long as the command works",
     },

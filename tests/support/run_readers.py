@@ -27,8 +27,8 @@ from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.core.waits.deadline import USUAL
+from millrace.flows.driver.stored_run import run_record, settings_of
 from millrace.flows.tools.branch import branch_run
-from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.ledger import accounts_of_run
 from millrace.flows.tools.replay import export_folder
 from millrace.flows.tools.sql import connect

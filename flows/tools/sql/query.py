@@ -22,7 +22,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import MillraceError
-from millrace.flows.tools.browse import figures_of, run_record, settings_of
+from millrace.flows.driver.stored_run import figures_of, run_record, settings_of
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.named_files import named_by_records
 from millrace.flows.tools.sql.view_columns import MACROS, columns_of, quoted

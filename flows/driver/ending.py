@@ -12,7 +12,7 @@ from millrace.connectors.mlflow.tracker import is_server
 from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.flows.tools.browse import evaluations
+from millrace.flows.driver.stored_run import evaluations
 
 MOST_SETS = 3
 
