@@ -335,12 +335,13 @@ def find_group(
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """A hash of a configuration, the code of its loss, and the secrets that its actors use.
+    """A hash of a configuration, the code of its loss and its trainer, and the secrets that its actors use.
 
     A living actor has the code and secrets of the start that created it, so a changed hash means that it must be replaced.
     """
     loss = (config.get("algorithm") or {}).get("loss") or {}
-    code = expected().get((loss.get("function") or "").partition(":")[0])
+    paths = (loss.get("function"), (config.get("trainer") or {}).get("rank"))
+    code = [expected().get((path or "").partition(":")[0]) for path in paths]
     secrets = {name: os.environ.get(name) for name in variables([loss, config.get("engines")])}
     return hashlib.sha256(json.dumps([config, secrets, code], sort_keys=True).encode()).hexdigest()[:16]
 

@@ -8,8 +8,8 @@ how a rank computes. Calls of one rank follow each other, except `state`, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, TypedDict
 
 from millrace.core.contracts.handles import BroadcastSource
 from millrace.core.contracts.step_request import StepRequest
@@ -45,7 +45,10 @@ class RankState(TypedDict):
 
 
 class Rank(BroadcastSource, Protocol):
-    """One process of a trainer."""
+    """One process of a trainer.
+
+    It is made of the run's configuration (RunConfig as JSON), its number and the number of ranks, without loading libraries.
+    """
 
     def state(self) -> RankState:
         """What the rank holds and does. Answered while other calls run."""
@@ -150,7 +153,3 @@ class Rank(BroadcastSource, Protocol):
     def reload(self) -> None:
         """Take GPU memory back ahead of a call that needs it. Raises TrainerMemoryError if there is not enough."""
         ...
-
-
-MakeRank = Callable[[Mapping[str, Any], int, int], Rank]
-"""Makes a rank from the run's configuration (RunConfig as JSON), the rank's number and the number of ranks. Loads no libraries."""

@@ -10,6 +10,7 @@ from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
 
 ALGORITHM = "one run has one algorithm"
+CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # package.module:Class
 
 
 class Parallel(Section):
@@ -47,8 +48,14 @@ class Schedule(Section):
 
 
 class Trainer(Section):
-    """The Megatron trainer."""
+    """The trainer: megatron-core's, or yours."""
 
+    rank: Annotated[str | None, fixed("checkpoints are in its form")] = Field(
+        None,
+        pattern=CLASS,
+        description="Your trainer instead of megatron-core: the class of its processes, by its import path. "
+        "`connectors/trainers/rank.py` has what a run asks of them.",
+    )
     world_size: Annotated[int, ANY_START] = Field(
         1, ge=1, description="Ranks: one process each, one GPU each if there are GPUs."
     )

@@ -88,16 +88,16 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _sources(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     """Field with path, module and file of each of the user's functions."""
-    for field, function in _functions(config):
-        path = f"{field}.function"
-        if function is None or function.function.startswith(OURS):
+    named = {f"{field}.function": function.function for field, function in _functions(config) if function}
+    for path, function in {**named, "trainer.rank": config.trainer.rank}.items():
+        if function is None or function.startswith(OURS):
             # millrace's own modules have its version, which run.json names
             continue
-        load(function.function, path)
-        module = module_and_name(function.function)[0]
+        load(function, path)
+        module = module_and_name(function)[0]
         source = source_of(sys.modules[module])
         if source:
-            yield f"{path} = {function.function}", module, source
+            yield f"{path} = {function}", module, source
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.connectors.engines.sglang.server_args import option_problems
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.problems import Problem, nearest
 from millrace.core.config.passthrough_rules import (
@@ -75,6 +76,8 @@ def check_hooks(config: RunConfig) -> Iterator[Problem]:
     for at, tool in enumerate(config.rollout.session.tools if config.rollout.session else ()):
         if isinstance(tool, Tool):
             yield from _hook(f"rollout.session.tools.{at}", tool, None)
+    if config.trainer.rank:
+        yield from _rank(config.trainer.rank)
 
 
 def hidden_modules(config: RunConfig) -> Iterator[str]:
@@ -125,18 +128,9 @@ def _hook(
     if user_function is None:
         return
     field, path, options = f"{place}.function", user_function.function, user_function.options
-    try:
-        function = load(path, field)
-    except ConfigError as error:
-        yield Problem(field, path, error.reason, error.remedy or "correct the path")
-        return
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-        yield Problem(
-            field,
-            path,
-            f"its module fails: {type(error).__name__}: {error}",
-            remedy_of(error, "correct the module"),
-        )
+    function = _loaded(field, path)
+    if isinstance(function, Problem):
+        yield function
         return
     try:
         signature = inspect.signature(function)
@@ -176,6 +170,33 @@ def _hook(
             ", ".join(options),
             f"{path} does not take them: {error}",
             f"its parameters are {signature}",
+        )
+
+
+def _loaded(field: str, path: str) -> Callable[..., Any] | Problem:
+    try:
+        return load(path, field)
+    except ConfigError as error:
+        return Problem(field, path, error.reason, error.remedy or "correct the path")
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+        reason = f"its module fails: {type(error).__name__}: {error}"
+        return Problem(field, path, reason, remedy_of(error, "correct the module"))
+
+
+def _rank(path: str) -> Iterator[Problem]:
+    """Problems of the class of another trainer's processes."""
+    made = _loaded("trainer.rank", path)
+    if isinstance(made, Problem):
+        yield made
+        return
+    wanted = [name for name, _ in inspect.getmembers(Rank, inspect.isfunction) if not name.startswith("_")]
+    lacks = [name for name in wanted if not hasattr(made, name)]
+    if lacks:
+        yield Problem(
+            "trainer.rank",
+            path,
+            f"lacks what a run asks of it: {', '.join(lacks)}",
+            "give it the methods of Rank in connectors/trainers/rank.py",
         )
 
 

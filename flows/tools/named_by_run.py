@@ -32,13 +32,8 @@ def _named(config: RunConfig) -> Iterator[str]:
         if field.startswith(SGLANG):
             yield f"gives SGLang {name} = {value} ({field})"
             continue
-        if (
-            name == "function"
-            and isinstance(value, str)
-            and not value.startswith(OURS)
-            or name == "register"
-            and isinstance(value, str)
-        ):
+        imports = name == "function" or field == "trainer.rank"
+        if isinstance(value, str) and (imports and not value.startswith(OURS) or name == "register"):
             yield f"imports {value} ({field})"
         elif name == "command":
             command = value if isinstance(value, str) else shlex.join(map(str, value))

@@ -20,8 +20,8 @@ from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.checkpoint_files import check_marker, set_checkpoint_aside
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.trainers.megatron.rank import TrainerRank
-from millrace.connectors.trainers.rank import MakeRank, Rank, SaveState
+from millrace.connectors.trainers.chosen import make_rank
+from millrace.connectors.trainers.rank import Rank, SaveState
 from millrace.core.config import RunConfig
 from millrace.core.contracts.progress import starting, waiting
 from millrace.core.contracts.step_request import StepRequest
@@ -35,7 +35,6 @@ from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.recovery import Recovery
 
 log = logging.getLogger(__name__)
-RANK: MakeRank = TrainerRank
 
 
 class Trainer:
@@ -166,7 +165,7 @@ class Trainer:
 
     def _existing(self) -> Ranks | None:
         world, limit = self.config.trainer.world_size, self.config.part_limit
-        group = actors.find_group("trainer", world, RANK, limit=limit)
+        group = actors.find_group("trainer", world, make_rank, limit=limit)
         return Ranks(group) if group else None
 
     async def _make_ranks(self) -> Ranks:
@@ -229,7 +228,8 @@ def make_ranks(config: RunConfig, settings: Any, places: list[Place]) -> Ranks:
     """New ranks in their places, without a model."""
     world, limit = config.trainer.world_size, config.part_limit
     ranks = [
-        actors.make("trainer", i, world, RANK, settings, place, limit=limit) for i, place in enumerate(places)
+        actors.make("trainer", i, world, make_rank, settings, place, limit=limit)
+        for i, place in enumerate(places)
     ]
     return Ranks(actors.ActorGroup(ranks))
 

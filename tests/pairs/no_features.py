@@ -39,6 +39,7 @@ NO_FEATURES: Mapping[str, str] = MappingProxyType(
         "evaluation.sets.0.system evaluation.sets.0.tools_key evaluation.sets.0.chat_template_kwargs "
         "evaluation.sets.0.chat_template_kwargs_key evaluation.sets.0.sampling_key evaluation.sets.0.label_from_prompt "
         "evaluation.sets.0.loss_on=assistant evaluation.sets.0.loss_on=last_assistant",
+        "another trainer, whose run is tests/flows/test_another_trainer.py": "trainer.rank",
         "where files are that each run reads": "run.import_from model.tokenizer model.chat_template",
         "what the tiny run has in each pair": "model.dtype=float32 trainer.device=cpu engines.kind=embedded "
         "placement.task_runner=local sync.kind=disk",

@@ -60,7 +60,7 @@ ROWS: dict[str, Row] = {
             *_under("data", "shuffle max_prompt_tokens stream_above_rows"),
             *_under("rollout", "prompts samples_per_prompt"),
             *_under("pipeline", "sync_every rollouts_only rollouts_from"),
-            *_under("trainer", "global_batch passes optimizer.distributed megatron_optimizer"),
+            *_under("trainer", "rank global_batch passes optimizer.distributed megatron_optimizer"),
         ),
         NEITHER,
     ),

@@ -161,7 +161,7 @@ class Group:
 
 
 class Workers:
-    """Processes that hold one TrainerRank each, started when a layout first needs them."""
+    """Processes that hold one rank each, started when a layout first needs them."""
 
     def __init__(self) -> None:
         self._processes: list[Any] = []
@@ -229,6 +229,7 @@ class Workers:
 
 def _serve(pipe: Any, number: int) -> None:
     import tests.support.rank_imports  # noqa: F401 done already, where this process was forked
+    from millrace.connectors.trainers.chosen import make_rank
     from millrace.connectors.trainers.megatron.rank import TrainerRank
 
     rank: Any = None
@@ -240,17 +241,18 @@ def _serve(pipe: Any, number: int) -> None:
         try:
             value: Any = None
             if kind == "address":
-                rank = TrainerRank(what, number, *args)
+                rank = make_rank(what, number, *args)
                 value = rank.address()
             elif kind == "setup":
-                rank = rank or TrainerRank(what, number, args[0])
+                rank = rank or make_rank(what, number, args[0])
                 value = rank.setup(args[1])
             elif kind == "call":
                 value = getattr(rank, what)(*args, **kwargs)
             elif kind == "run":
                 value = what(rank, *args)
             else:
-                rank.shutdown()
+                if isinstance(rank, TrainerRank):
+                    rank.shutdown()
                 rank = None
             pipe.send((True, value))
         except Exception as error:  # noqa: BLE001 the parent raises it

@@ -33,6 +33,7 @@ NO_PATH = {  # named or described by a word for one
     "run.name",
     "pipeline.rollouts_from",
     "run.prepare.function",
+    "trainer.rank",
     "filter.group_filter.function",
     "rollout.buffer.buffer_filter.function",
     "reward.function",

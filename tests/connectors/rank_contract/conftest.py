@@ -1,0 +1,60 @@
+"""The trainers under contract: megatron-core's ranks on gloo, and ranks of a bigram model in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.tiny_models import save_tiny_model
+from tests.support.trainer_ranks import VOCAB, Group, Workers, configuration, samples, write_batch
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "megatron": {},
+    "bigram": {"rank": "tests.support.bigram_rank:BigramRank"},
+}
+
+
+class UnderContract(NamedTuple):
+    """Ranks that hold version 0, and batches for them."""
+
+    kind: str
+    ranks: Group
+    batches: list[str]  # of the steps 1, 2 and 3
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    pool = Workers()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", VOCAB)
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("batches")
+    return [write_batch(folder / str(step), samples(step)) for step in (1, 2, 3)]
+
+
+@pytest.fixture(
+    params=[
+        ("megatron", 1),
+        ("bigram", 2),
+        pytest.param(("megatron", 2), marks=pytest.mark.slow),
+        pytest.param(("bigram", 1), marks=pytest.mark.slow),
+    ],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
+def trainer(
+    request: pytest.FixtureRequest, workers: Workers, model: Path, batches: list[str]
+) -> Iterator[UnderContract]:
+    kind, world = request.param
+    with workers.group(configuration(model, world, **TRAINERS[kind])) as ranks:
+        yield UnderContract(kind, ranks, batches)
