@@ -6,12 +6,12 @@
 # make lock         write requirements.hashes, the hashes of what requirements.lock names, as the package index gives them;
 #                   make setup compares them, but for torch, which comes from an index of its own
 # make audit        ask for known advisories on what requirements.lock names; needs a network
-# WORKERS=2         processes that make test uses: much of a test is waiting for processes to start
+# WORKERS=3         processes that make test uses: much of a test is waiting for processes to start
 # GPU=1             take torch with CUDA instead of the CPU build
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 TORCH := 2.13.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check

@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import uses_workplace
 from tests.slow_part import ordered
 
 ROOT = Path(__file__).parents[2]
@@ -51,3 +52,10 @@ def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path
     late, wrong = run("test_late.py"), run("test_wrong.py")
     assert (late.returncode, "1 passed, 1 skipped" in late.stdout) == (0, True), late.stdout
     assert wrong.returncode == 1, wrong.stdout
+
+
+def test_files_of_the_workplace_share_a_process_and_others_do_not() -> None:
+    """In the default suite: a commit's part keeps the order of its files."""
+    shared = {path.name for path in (ROOT / "tests").rglob("test_*.py") if uses_workplace(path)}
+    assert {"test_kills.py", "test_tampering.py", "test_training_run.py"} <= shared
+    assert not shared & {"test_check.py", "test_installed_project.py", "test_agent_examples.py"}
