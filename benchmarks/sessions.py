@@ -30,7 +30,7 @@ from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
-from millrace.core.config.rollout import Session
+from millrace.core.config.rollout import SessionSection
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.sessions.interface import Session as UserSession
 from millrace.tasks.generation.failures import FailureBudget
@@ -138,14 +138,16 @@ async def busy(engine: psutil.Process, client: EngineClient, make: Make, rollout
     }
 
 
-def session_settings(args: argparse.Namespace, turns: int) -> Session:
+def session_settings(args: argparse.Namespace, turns: int) -> SessionSection:
     """Rollouts of so many turns with a call after each."""
     function = {
         "function": "benchmarks.sessions:turns_with_calls",
         "options": {"turns": turns, "wait": args.wait},
     }
     limits = {"max_rollouts": args.rollouts, "max_calls": args.rollouts}
-    return Session.model_validate({"function": function, "tools": ["benchmarks.sessions:look"], **limits})
+    return SessionSection.model_validate(
+        {"function": function, "tools": ["benchmarks.sessions:look"], **limits}
+    )
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
+class EngineState(StrEnum):
     """The states of an engine."""
 
     DEAD = "dead"  # no process, or a process that must not be used any more
@@ -20,7 +20,7 @@ class State(StrEnum):
     SUSPECT = "suspect"  # a request was lost on it
 
 
-class Event(StrEnum):
+class EngineEvent(StrEnum):
     """The events of an engine."""
 
     STARTED = "started"  # its process was started
@@ -31,21 +31,21 @@ class Event(StrEnum):
     DIED = "died"
 
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.DEAD, Event.STARTED): State.STARTING,
-    (State.STARTING, Event.ANSWERED): State.REFITTING,
-    (State.REFITTING, Event.ANSWERED): State.REFITTING,
-    (State.REFITTING, Event.REFIT): State.REFITTING,
-    (State.REFITTING, Event.CONFIRMED): State.SERVING,
-    (State.REFITTING, Event.LOST_REQUEST): State.SUSPECT,
-    (State.SERVING, Event.ANSWERED): State.SERVING,
-    (State.SERVING, Event.REFIT): State.REFITTING,
-    (State.SERVING, Event.LOST_REQUEST): State.SUSPECT,
-    (State.SUSPECT, Event.ANSWERED): State.REFITTING,
-    (State.SUSPECT, Event.LOST_REQUEST): State.SUSPECT,
-    (State.SUSPECT, Event.REFIT): State.SUSPECT,
-    (State.DEAD, Event.LOST_REQUEST): State.DEAD,
-    **{(state, Event.DIED): State.DEAD for state in State},
+TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
+    (EngineState.DEAD, EngineEvent.STARTED): EngineState.STARTING,
+    (EngineState.STARTING, EngineEvent.ANSWERED): EngineState.REFITTING,
+    (EngineState.REFITTING, EngineEvent.ANSWERED): EngineState.REFITTING,
+    (EngineState.REFITTING, EngineEvent.REFIT): EngineState.REFITTING,
+    (EngineState.REFITTING, EngineEvent.CONFIRMED): EngineState.SERVING,
+    (EngineState.REFITTING, EngineEvent.LOST_REQUEST): EngineState.SUSPECT,
+    (EngineState.SERVING, EngineEvent.ANSWERED): EngineState.SERVING,
+    (EngineState.SERVING, EngineEvent.REFIT): EngineState.REFITTING,
+    (EngineState.SERVING, EngineEvent.LOST_REQUEST): EngineState.SUSPECT,
+    (EngineState.SUSPECT, EngineEvent.ANSWERED): EngineState.REFITTING,
+    (EngineState.SUSPECT, EngineEvent.LOST_REQUEST): EngineState.SUSPECT,
+    (EngineState.SUSPECT, EngineEvent.REFIT): EngineState.SUSPECT,
+    (EngineState.DEAD, EngineEvent.LOST_REQUEST): EngineState.DEAD,
+    **{(state, EngineEvent.DIED): EngineState.DEAD for state in EngineState},
 }
 
 
@@ -53,25 +53,25 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 class EngineHealth:
     """State of one engine; `version`: the confirmed one, None unless it serves."""
 
-    state: State = State.DEAD
+    state: EngineState = EngineState.DEAD
     version: int | None = None
 
-    def after(self, event: Event, version: int | None = None) -> EngineHealth:
+    def after(self, event: EngineEvent, version: int | None = None) -> EngineHealth:
         """The state after an event. Raises ValueError for an event that cannot happen in this state."""
         following = TRANSITIONS.get((self.state, event))
         if following is None:
             raise ValueError(f"an engine that is {self.state} cannot be {event}")
-        if (event is Event.CONFIRMED) != (version is not None):
+        if (event is EngineEvent.CONFIRMED) != (version is not None):
             raise ValueError("a version comes with a confirmation, and only with one")
-        if event is Event.CONFIRMED:
+        if event is EngineEvent.CONFIRMED:
             return EngineHealth(following, version)
-        return EngineHealth(following, self.version if following is State.SERVING else None)
+        return EngineHealth(following, self.version if following is EngineState.SERVING else None)
 
     @property
     def holds_memory(self) -> bool:
         """Whether it may hold GPU memory that the trainer needs; an engine that lost a request may."""
-        return self.state in (State.SERVING, State.REFITTING, State.SUSPECT)
+        return self.state in (EngineState.SERVING, EngineState.REFITTING, EngineState.SUSPECT)
 
     def serves(self, version: int) -> bool:
         """Whether requests for a weight version may go to it."""
-        return self.state is State.SERVING and self.version == version
+        return self.state is EngineState.SERVING and self.version == version

@@ -23,7 +23,7 @@ Z_95 = 1.959963984540054  # quantile of the standard normal distribution, two-si
 
 
 @dataclass(frozen=True)
-class Answer:
+class EvaluatedAnswer:
     """One answer to a prompt. `text`: what its reward found, for the majority; empty for no answer, None if not looked for."""
 
     prompt_id: str
@@ -43,9 +43,9 @@ class Figures:
     majority: float | None
 
 
-def figures(answers: Sequence[Answer], correct_from: float) -> Figures:
+def figures(answers: Sequence[EvaluatedAnswer], correct_from: float) -> Figures:
     """Figures of these answers. correct_from: the reward from which an answer is correct."""
-    prompts: dict[str, list[Answer]] = {}
+    prompts: dict[str, list[EvaluatedAnswer]] = {}
     for answer in answers:
         prompts.setdefault(answer.prompt_id, []).append(answer)
     groups = list(prompts.values())
@@ -61,9 +61,9 @@ def figures(answers: Sequence[Answer], correct_from: float) -> Figures:
     )
 
 
-def by_subset(answers: Iterable[Answer], correct_from: float) -> dict[str, Figures]:
+def by_subset(answers: Iterable[EvaluatedAnswer], correct_from: float) -> dict[str, Figures]:
     """Figures of each subset that answers name, in the order of their names."""
-    found: dict[str, list[Answer]] = {}
+    found: dict[str, list[EvaluatedAnswer]] = {}
     for answer in answers:
         if answer.subset is not None:
             found.setdefault(answer.subset, []).append(answer)
@@ -87,7 +87,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def majority(group: Sequence[Answer], correct_from: float) -> float:
+def majority(group: Sequence[EvaluatedAnswer], correct_from: float) -> float:
     """Whether the most frequent answer of a prompt is correct; the mean over equally frequent answers.
 
     Wang et al. 2022, "Self-Consistency". Samples with the same text count with the share that was scored as correct. A sample
@@ -132,7 +132,7 @@ def difference(
     return statistics.fmean(gain for (gain,) in gains), half_interval(gains)
 
 
-def _pass_at(groups: Sequence[Sequence[Answer]], correct_from: float, k: int) -> float | None:
+def _pass_at(groups: Sequence[Sequence[EvaluatedAnswer]], correct_from: float, k: int) -> float | None:
     """Mean pass@k over prompts with at least k answers; None if there are none."""
     values = [
         pass_at_k(len(group), sum(answer.reward >= correct_from for answer in group), k)

@@ -28,7 +28,7 @@ class Holder(StrEnum):
     ENGINES = "engines"  # weights and KV cache
 
 
-class Event(StrEnum):
+class HolderEvent(StrEnum):
     """Events that change the holder."""
 
     ENGINES_SLEPT = "engines_slept"  # all engines have released weights and KV cache
@@ -42,29 +42,29 @@ class Event(StrEnum):
 
 # The transitions that must not exist: the trainer takes memory while engines hold any (engines, handing_over), and engines
 # take memory while the trainer holds it (trainer). Either would end in an out-of-memory error of the second side.
-TRANSITIONS: dict[tuple[Holder, Event], Holder] = {
-    (Holder.FREE, Event.TRAINER_TOOK): Holder.TRAINER,
-    (Holder.TRAINER, Event.TRAINER_TOOK): Holder.TRAINER,
-    (Holder.TRAINER, Event.TRAINER_OFFLOADED): Holder.FREE,
-    (Holder.TRAINER, Event.TRAINER_DIED): Holder.FREE,
-    (Holder.FREE, Event.UPDATE_BEGAN): Holder.HANDING_OVER,
-    (Holder.HANDING_OVER, Event.UPDATE_BEGAN): Holder.HANDING_OVER,
-    (Holder.ENGINES, Event.UPDATE_BEGAN): Holder.HANDING_OVER,
-    (Holder.FREE, Event.ENGINES_WOKE): Holder.ENGINES,
-    (Holder.HANDING_OVER, Event.ENGINES_WOKE): Holder.ENGINES,
-    (Holder.ENGINES, Event.ENGINES_WOKE): Holder.ENGINES,
-    (Holder.HANDING_OVER, Event.ENGINES_SLEPT): Holder.FREE,
-    (Holder.ENGINES, Event.ENGINES_SLEPT): Holder.FREE,
+TRANSITIONS: dict[tuple[Holder, HolderEvent], Holder] = {
+    (Holder.FREE, HolderEvent.TRAINER_TOOK): Holder.TRAINER,
+    (Holder.TRAINER, HolderEvent.TRAINER_TOOK): Holder.TRAINER,
+    (Holder.TRAINER, HolderEvent.TRAINER_OFFLOADED): Holder.FREE,
+    (Holder.TRAINER, HolderEvent.TRAINER_DIED): Holder.FREE,
+    (Holder.FREE, HolderEvent.UPDATE_BEGAN): Holder.HANDING_OVER,
+    (Holder.HANDING_OVER, HolderEvent.UPDATE_BEGAN): Holder.HANDING_OVER,
+    (Holder.ENGINES, HolderEvent.UPDATE_BEGAN): Holder.HANDING_OVER,
+    (Holder.FREE, HolderEvent.ENGINES_WOKE): Holder.ENGINES,
+    (Holder.HANDING_OVER, HolderEvent.ENGINES_WOKE): Holder.ENGINES,
+    (Holder.ENGINES, HolderEvent.ENGINES_WOKE): Holder.ENGINES,
+    (Holder.HANDING_OVER, HolderEvent.ENGINES_SLEPT): Holder.FREE,
+    (Holder.ENGINES, HolderEvent.ENGINES_SLEPT): Holder.FREE,
     # a release by the other side, and a death on a side that holds nothing, change nothing
-    (Holder.FREE, Event.ENGINES_SLEPT): Holder.FREE,
-    (Holder.TRAINER, Event.ENGINES_SLEPT): Holder.TRAINER,
-    (Holder.FREE, Event.TRAINER_OFFLOADED): Holder.FREE,
-    (Holder.HANDING_OVER, Event.TRAINER_OFFLOADED): Holder.HANDING_OVER,
-    (Holder.ENGINES, Event.TRAINER_OFFLOADED): Holder.ENGINES,
-    (Holder.FREE, Event.TRAINER_DIED): Holder.FREE,
-    (Holder.HANDING_OVER, Event.TRAINER_DIED): Holder.HANDING_OVER,  # engines may hold weights
-    (Holder.ENGINES, Event.TRAINER_DIED): Holder.ENGINES,
-    **{(holder, Event.ENGINE_DIED): holder for holder in Holder},
+    (Holder.FREE, HolderEvent.ENGINES_SLEPT): Holder.FREE,
+    (Holder.TRAINER, HolderEvent.ENGINES_SLEPT): Holder.TRAINER,
+    (Holder.FREE, HolderEvent.TRAINER_OFFLOADED): Holder.FREE,
+    (Holder.HANDING_OVER, HolderEvent.TRAINER_OFFLOADED): Holder.HANDING_OVER,
+    (Holder.ENGINES, HolderEvent.TRAINER_OFFLOADED): Holder.ENGINES,
+    (Holder.FREE, HolderEvent.TRAINER_DIED): Holder.FREE,
+    (Holder.HANDING_OVER, HolderEvent.TRAINER_DIED): Holder.HANDING_OVER,  # engines may hold weights
+    (Holder.ENGINES, HolderEvent.TRAINER_DIED): Holder.ENGINES,
+    **{(holder, HolderEvent.ENGINE_DIED): holder for holder in Holder},
 }
 
 
@@ -74,7 +74,7 @@ class GpuOwner:
 
     holder: Holder = Holder.FREE
 
-    def after(self, event: Event) -> GpuOwner:
+    def after(self, event: HolderEvent) -> GpuOwner:
         """The owner after an event. Raises ValueError for an event that must not happen in this state."""
         following = TRANSITIONS.get((self.holder, event))
         if following is None:

@@ -23,7 +23,7 @@ from millrace.core.contracts.task_records import (
     RewardRecord,
     RolloutRecord,
 )
-from millrace.core.contracts.topics import Evaluation
+from millrace.core.contracts.topics import EvaluationTopic
 from millrace.core.sharding import WHOLE, Share
 from millrace.tasks.batching.landed_parts import LandedParts
 from millrace.tasks.stream import STREAMED, Kind, Stream
@@ -51,11 +51,11 @@ class Sharded(Protocol):
         ...
 
 
-class ShardedEvaluation(Protocol):
+class EvaluationShards(Protocol):
     """Makes shards produce the samples of an evaluation."""
 
     async def make(
-        self, evaluation: Evaluation, made: Mapping[tuple[str, int], EvaluatedSample]
+        self, evaluation: EvaluationTopic, made: Mapping[tuple[str, int], EvaluatedSample]
     ) -> dict[tuple[str, int], EvaluatedSample]:
         """All samples of all sets, by prompt and index. made: samples that an earlier attempt stored."""
         ...
@@ -81,7 +81,7 @@ class IterationContext:
         self.in_shard = in_shard
         self.stream = stream or Stream(released=0, joined=None, limit=self.config.run_limit)
         self.shards: Sharded | None = None  # None: rollout and reward work here
-        self.evaluation_shards: ShardedEvaluation | None = None  # None: evaluations are made here
+        self.evaluation_shards: EvaluationShards | None = None  # None: evaluations are made here
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
         self.landed = LandedParts(self.folder)
@@ -96,7 +96,7 @@ class IterationContext:
         }
 
     def working_in(
-        self, shards: Sharded | None = None, evaluation_shards: ShardedEvaluation | None = None
+        self, shards: Sharded | None = None, evaluation_shards: EvaluationShards | None = None
     ) -> Self:
         """The same iteration, with the same collections, whose work these shards do."""
         made = copy.copy(self)

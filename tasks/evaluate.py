@@ -24,8 +24,8 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
-from millrace.core.contracts.topics import Evaluation
-from millrace.core.evaluation import Answer, by_subset, figures
+from millrace.core.contracts.topics import EvaluationTopic
+from millrace.core.evaluation import EvaluatedAnswer, by_subset, figures
 from millrace.tasks.context import IterationContext
 from millrace.tasks.generation.held_out import (
     KIND,
@@ -63,7 +63,7 @@ async def evaluate_version(
 ) -> EvaluateRecord:
     """Evaluate all sets at a weight version and write one table per set. `done`: iterations trained. task: owns the parts."""
     started = time.perf_counter()
-    evaluation = Evaluation(ctx.index, done, version, task)
+    evaluation = EvaluationTopic(ctx.index, done, version, task)
     made = made_of(await stored_samples(ctx, version), version)
     if ctx.evaluation_shards:
         made = await ctx.evaluation_shards.make(evaluation, made)
@@ -141,8 +141,8 @@ def _figures(file: FileRecord, samples: list[EvaluatedSample], held_out: EvalSet
     }
 
 
-def _answer(sample: EvaluatedSample) -> Answer:
-    return Answer(sample.prompt_id, sample.reward or 0.0, sample.answer, sample.subset)
+def _answer(sample: EvaluatedSample) -> EvaluatedAnswer:
+    return EvaluatedAnswer(sample.prompt_id, sample.reward or 0.0, sample.answer, sample.subset)
 
 
 def _warn_of_unscored(held_out: EvalSet, samples: list[EvaluatedSample]) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.core.accounts.buffer import Buffer, reach
+from millrace.core.accounts.buffer import HeldGroups, reach
 from millrace.core.accounts.buffer_choice import chosen
 from millrace.core.accounts.ledger import Draw
 from millrace.core.accounts.selection import drawn
@@ -71,17 +71,17 @@ def add_curriculum(ctx: IterationContext, record: CurriculumRecord) -> None:
         record["stage"] = standing.stage
 
 
-def _buffer(ctx: IterationContext) -> Buffer | None:
+def _buffer(ctx: IterationContext) -> HeldGroups | None:
     """The buffer after the committed iterations; None without a buffer."""
     settings = ctx.config.rollout.buffer
     if settings is None:
         return None
     since = reach(ctx.index, settings.max_age)
-    buffer = Buffer(settings.max_age, settings.max_uses, ctx.config.steps_per_iteration)
+    buffer = HeldGroups(settings.max_age, settings.max_uses, ctx.config.steps_per_iteration)
     return buffer.extend(ctx.run_folder.history(since))
 
 
-def _reused(ctx: IterationContext, buffer: Buffer) -> list[ReusedGroup]:
+def _reused(ctx: IterationContext, buffer: HeldGroups) -> list[ReusedGroup]:
     """The groups that this iteration trains again."""
     settings, prompts = ctx.config.rollout.buffer, ctx.config.rollout.prompts
     assert settings is not None

@@ -19,7 +19,7 @@ from millrace.connectors.engines.dispatching.least_load import until_changed
 from millrace.connectors.engines.prefill import PairingDispatcher
 from millrace.connectors.engines.sglang.client import EngineClient, idle, pause_for_update
 from millrace.connectors.engines.sglang.launch import no_room
-from millrace.connectors.engines.sglang.router import RoutedDispatcher, Router
+from millrace.connectors.engines.sglang.router import RoutedDispatcher, RunRouter
 from millrace.connectors.engines.weight_update import Load, each, load_from_folder, load_from_storage
 from millrace.connectors.host.local_files import log_folder
 from millrace.core.config import RunConfig
@@ -27,7 +27,7 @@ from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.failures import RestartBudget
 from millrace.core.contracts.handles import EngineHandle, RouterHandle, ServerState
 from millrace.core.contracts.progress import starting
-from millrace.core.engine_health import EngineHealth, Event, State
+from millrace.core.engine_health import EngineEvent, EngineHealth, EngineState
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Fleet:
         self._changes = 0  # of any engine's health, which also changes when an engine gets another client
         self._released: dict[int, list[str]] = {}  # tags of GPU memory that engines have released
         self._model = config.model.path
-        self._router = Router(router, self._restarts.count) if router and config.engines.router else None
+        self._router = RunRouter(router, self._restarts.count) if router and config.engines.router else None
 
     @property
     def restarts(self) -> int:
@@ -80,7 +80,7 @@ class Fleet:
         for result in await asyncio.gather(*map(self._ensure_one, self._health), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-        if any(health.state is State.SUSPECT for health in self._health.values()):
+        if any(health.state is EngineState.SUSPECT for health in self._health.values()):
             # an engine lost a request meanwhile, and must be checked again before it may serve
             await self.ensure(model)
         elif self._router:
@@ -98,7 +98,7 @@ class Fleet:
                     await self._drop(index)
                     if state["starts"]:
                         self._restarts.count(f"engine-{index}", self._lost.pop(index, "its process ended"))
-                    self._record_event(index, Event.STARTED)
+                    self._record_event(index, EngineEvent.STARTED)
                     if self._make_room:
                         await self._make_room()
                     try:
@@ -145,13 +145,13 @@ class Fleet:
         new = client is None or (client.url, client.key) != (url, key)
         if client is None or new:
             health = self._health[index].state
-            await self._drop(index, died=health is not State.STARTING)
+            await self._drop(index, died=health is not EngineState.STARTING)
             self._clients[index] = client = EngineClient(url, f"engine-{index}", key)
-            if health is not State.STARTING:  # found running, or restarted by another process
-                self._record_event(index, Event.STARTED)
-        elif self._health[index].state is State.DEAD:
+            if health is not EngineState.STARTING:  # found running, or restarted by another process
+                self._record_event(index, EngineEvent.STARTED)
+        elif self._health[index].state is EngineState.DEAD:
             return False
-        elif self._health[index].state is State.SERVING:
+        elif self._health[index].state is EngineState.SERVING:
             return True
         try:
             if not await client.health(min(PROBE_TIMEOUT_S, self.config.rollout.progress_timeout_s)):
@@ -161,19 +161,19 @@ class Fleet:
             log.warning("%s", error)
             self._lost[index] = str(error)
             return False
-        if self._health[index].state is State.DEAD:  # meanwhile a request on it stalled
+        if self._health[index].state is EngineState.DEAD:  # meanwhile a request on it stalled
             return False
         self._lost.pop(index, None)
-        self._record_event(index, Event.ANSWERED)
+        self._record_event(index, EngineEvent.ANSWERED)
         if version is not None and not (new and self.config.engines.kind == "external"):
             # the version of a new external engine may be another run's number
-            self._record_event(index, Event.CONFIRMED, version)
+            self._record_event(index, EngineEvent.CONFIRMED, version)
         return True
 
     async def _drop(self, index: int, died: bool = True) -> None:
         """Close this engine's connections; requests in flight on them are lost."""
         if died:
-            self._record_event(index, Event.DIED)
+            self._record_event(index, EngineEvent.DIED)
         client = self._clients.pop(index, None)
         if client:
             await client.close()
@@ -184,10 +184,11 @@ class Fleet:
             if held is client:
                 self._lost[index] = str(error)
                 self._record_event(
-                    index, Event.DIED if isinstance(error, EngineStalledError) else Event.LOST_REQUEST
+                    index,
+                    EngineEvent.DIED if isinstance(error, EngineStalledError) else EngineEvent.LOST_REQUEST,
                 )
 
-    def _record_event(self, index: int, event: Event, version: int | None = None) -> None:
+    def _record_event(self, index: int, event: EngineEvent, version: int | None = None) -> None:
         self._health[index] = self._health[index].after(event, version)
         self._changes += 1
 
@@ -235,11 +236,11 @@ class Fleet:
     async def _update_once(
         self, load: Load, version: int, engines: list[int], seconds: dict[str, float], on_update: OnUpdate
     ) -> None:
-        usable = [i for i in engines if i in self._clients and self._health[i].state is not State.DEAD]
+        usable = [i for i in engines if i in self._clients and self._health[i].state is not EngineState.DEAD]
         clients = {index: self._clients[index] for index in usable}
         numbers = {client: index for index, client in clients.items()}
         for index, client in clients.items():
-            self._record_event(index, Event.REFIT)
+            self._record_event(index, EngineEvent.REFIT)
             client.note_refit()
             client.weights.flushes = on_update != "keep"
         confirmed: dict[int, int | None] = {}
@@ -275,8 +276,8 @@ class Fleet:
                 raise EngineError(
                     f"engine-{index} confirms weight version {answer}, not {version}, which it was sent"
                 )
-            if self._health[index].state is State.REFITTING:  # it lost no request meanwhile
-                self._record_event(index, Event.CONFIRMED, version)
+            if self._health[index].state is EngineState.REFITTING:  # it lost no request meanwhile
+                self._record_event(index, EngineEvent.CONFIRMED, version)
 
     # GPU memory
 
@@ -304,7 +305,7 @@ class Fleet:
                     await self._handles[index].kill()
                 await self._drop(index)
                 continue
-            self._record_event(index, Event.REFIT)
+            self._record_event(index, EngineEvent.REFIT)
 
     async def wake(self) -> bool:
         """Let engines take back all their memory, which must be free; False if no engine had released any."""

@@ -54,7 +54,7 @@ class ReasoningGym:
         """Nothing to close."""
 
 
-class Rows:
+class GeneratedRows:
     """A generator's questions as rows of a source, each made on demand."""
 
     def __init__(self, generator: str, config: Mapping[str, Any], size: int) -> None:
@@ -71,14 +71,16 @@ class Rows:
 
 def rows(
     generator: str, config: Mapping[str, Any] | None = None, size: int = 10_000, level: int | None = None
-) -> Rows:
+) -> GeneratedRows:
     """Rows of a data source (millrace.DataSource): `size` questions of a generator.
 
     level: sets every attribute of the generator's curriculum, each at most to its highest level; `config` has precedence.
     Errors: ConfigError if the generator is unknown, has no curriculum, or does not accept the config.
     """
     given = dict(config or {})
-    return Rows(generator, given if level is None else {**_of_level(generator, level), **given}, size)
+    return GeneratedRows(
+        generator, given if level is None else {**_of_level(generator, level), **given}, size
+    )
 
 
 def score(sample: RewardInput) -> RewardResult:

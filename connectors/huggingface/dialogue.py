@@ -24,7 +24,7 @@ SHOWN = 400  # tokens of the prompt's end, in which the parser sees what the tem
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedTurn:
     """A turn's text, parsed."""
 
     content: str
@@ -110,10 +110,10 @@ class Dialogues:
         """Whether texts that are tokenised separately decode to their concatenation."""
         return self.decode([*self._encode("a"), *self._encode("b")]) == "ab"
 
-    def read(self, text: str, prompt_ids: Sequence[int], options: ChatOptions = PLAIN) -> Reading:
+    def read(self, text: str, prompt_ids: Sequence[int], options: ChatOptions = PLAIN) -> ParsedTurn:
         """Thinking, content and tool calls of a turn. If the turn cannot be parsed, all of it is content, with the problem."""
         if self._template is None:
-            return Reading(self._without_end(text), "", [], None)
+            return ParsedTurn(self._without_end(text), "", [], None)
         from transformers.utils.chat_parsing import parse_response
 
         shown = self.decode(prompt_ids[-SHOWN:])
@@ -123,8 +123,8 @@ class Dialogues:
             )
             calls = [_call(item) for item in found.get("tool_calls") or []]
         except (ValueError, KeyError, TypeError) as error:
-            return Reading(self._without_end(text), "", [], str(error).partition("\n")[0])
-        return Reading(found.get("content") or "", found.get("reasoning_content") or "", calls, None)
+            return ParsedTurn(self._without_end(text), "", [], str(error).partition("\n")[0])
+        return ParsedTurn(found.get("content") or "", found.get("reasoning_content") or "", calls, None)
 
     def turn(
         self,

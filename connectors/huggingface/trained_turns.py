@@ -17,7 +17,7 @@ REMEDY = "loss_on: last_assistant trains the last turn alone; model.chat_templat
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextSpan:
     """A part of a dialogue's text, trained or not. Pieces are tokenised separately."""
 
     text: str
@@ -26,7 +26,7 @@ class Piece:
 
 def pieces(
     render: Render, messages: Sequence[Message], trained: Sequence[int], ends: Sequence[str]
-) -> list[Piece]:
+) -> list[TextSpan]:
     """The dialogue's text in pieces, in order; the second piece is the first trained turn.
 
     trained: numbers of the trained messages. ends: texts of the tokens that may end a turn. Raises ValueError, with
@@ -34,7 +34,7 @@ def pieces(
     """
     assert trained, "a dialogue has something to train"
     whole, at = render(messages, False), 0
-    found: list[Piece] = []
+    found: list[TextSpan] = []
     for number in trained:
         prompt = render(messages[:number], True)
         if not prompt:
@@ -46,10 +46,10 @@ def pieces(
             )
         turn, beyond = _turn(render, messages, number, prompt, whole, ends)
         assert at <= len(prompt), "turns follow one another"
-        found += [Piece(whole[at : len(prompt)], False), Piece(turn, True)]
+        found += [TextSpan(whole[at : len(prompt)], False), TextSpan(turn, True)]
         at = len(prompt) + len(turn) - beyond
     rest = whole[at:]
-    return [*found, *([Piece(rest, False)] if rest else [])]
+    return [*found, *([TextSpan(rest, False)] if rest else [])]
 
 
 def _turn(

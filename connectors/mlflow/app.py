@@ -25,7 +25,7 @@ OPEN = "/health"
 ASSISTANT = "/mlflow/assistant"
 
 
-class Login:
+class MlflowLogin:
     """ASGI middleware: answers 401 to requests without the login, except to `/health`, and 404 to the assistant's."""
 
     def __init__(self, app: Application, login: str) -> None:
@@ -78,7 +78,7 @@ def main() -> None:
 
     with made_once(store):
         initialize_backend_stores(store, store, artifacts)
-    config = uvicorn.Config(OwnAddressesOnly(Login(app, login)), log_level="warning")
+    config = uvicorn.Config(OwnAddressesOnly(MlflowLogin(app, login)), log_level="warning")
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -35,7 +35,7 @@ WAIT_S = 0.05
 REFUSED = 503
 
 
-class Login:
+class PrefectLogin:
     """ASGI middleware that bounds request bodies: to a small size without the login, and to `LARGEST` with it.
 
     Prefect's application checks the login only after it has read the whole body into memory. Its answer to a small request
@@ -141,7 +141,7 @@ async def _body(receive: Receive) -> bytes:
 
 def guarded(app: Application, login: str) -> Application:
     """Prefect's application with both middlewares."""
-    return OwnAddressesOnly(Login(RetryRefused(app), login))
+    return OwnAddressesOnly(PrefectLogin(RetryRefused(app), login))
 
 
 def main() -> None:

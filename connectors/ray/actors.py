@@ -23,7 +23,7 @@ from millrace.connectors.host.own_addresses import reach_own_directly
 from millrace.connectors.ray.answers import answer
 from millrace.connectors.ray.client import connection
 from millrace.connectors.ray.cluster import asked
-from millrace.connectors.ray.placement import Place
+from millrace.connectors.ray.placement import ActorPlacement
 from millrace.core.contracts.references import variables
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
 from millrace.core.hooks.own_code import EXPECTED, expected
@@ -261,7 +261,7 @@ def make(
     count: int,
     cls: Callable[[Any, int, int], T],
     config: Mapping[str, Any],
-    place: Place | None = None,
+    place: ActorPlacement | None = None,
     limit: Limit = USUAL,
     threads: int = 1,
 ) -> Actor[T]:

@@ -64,7 +64,7 @@ class HeadRecord(TypedDict):
 
 
 _record = TypeAdapter(HeadRecord)
-_watch: head_watch.Watch | None = None  # watches the local head that this process has joined
+_watch: head_watch.HeadWatch | None = None  # watches the local head that this process has joined
 
 
 def start_or_join(address: str | None, namespace: str) -> None:
@@ -211,7 +211,7 @@ def _watch_head(record: HeadRecord | None) -> None:
     _watch = None
     if record:
         end = partial(_end_at, record["address"])
-        _watch = head_watch.Watch(_addresses(record), record["pids"], end)
+        _watch = head_watch.HeadWatch(_addresses(record), record["pids"], end)
 
 
 def _addresses(record: HeadRecord) -> list[str]:

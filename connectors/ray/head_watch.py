@@ -57,7 +57,7 @@ def stays_silent(addresses: Sequence[str], pids: Sequence[int]) -> str | None:
     return reason
 
 
-class Watch:
+class HeadWatch:
     """Checks the head that this process has joined, in a thread that ends with the process or when the head is silent."""
 
     def __init__(self, addresses: Sequence[str], pids: Sequence[int], end: Callable[[], None]) -> None:

@@ -37,7 +37,7 @@ _lock = threading.Lock()  # trainer and engines may be created at the same time
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorPlacement:
     """The place of an actor: Ray's options, its node, and its environment variables."""
 
     options: dict[str, Any]
@@ -54,7 +54,7 @@ class Reservation:
         self._engines = engines
 
     @asked("no places for the run's parts")
-    def places(self, role: str) -> list[Place]:
+    def places(self, role: str) -> list[ActorPlacement]:
         """A place for each actor of a role. The first call reserves room in the cluster.
 
         Raises ConfigError if the cluster has too little room, ActorLostError if a node dies or this process leaves the cluster.
@@ -68,7 +68,7 @@ class Reservation:
             group, {slot.bundle: wanted.bundles[slot.bundle].get("GPU", 0) for slot in of if slot.gpus}
         )
         return [
-            Place(
+            ActorPlacement(
                 {"scheduling_strategy": _in(group, slot.bundle)},
                 nodes[slot.bundle],
                 addresses[nodes[slot.bundle]],
@@ -97,10 +97,10 @@ class Reservation:
 
 
 @asked("no place on this node")
-def here() -> Place:
+def here() -> ActorPlacement:
     """A place on this process's node, without GPUs. For a process outside the cluster, on the node of Ray's client server."""
     node = ray.get_runtime_context().get_node_id()
-    return Place(
+    return ActorPlacement(
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)},
         node,
         _addresses()[node],

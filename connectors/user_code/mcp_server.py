@@ -31,7 +31,7 @@ READ_TIMEOUT_S = 300.0  # of one request by HTTP
 END_WITH_PARENT = "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
-class McpServer:
+class McpConnection:
     """One server and the connection that concurrent calls share."""
 
     def __init__(self, settings: Settings, field: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from millrace.connectors.user_code.mcp_server import McpServer
+from millrace.connectors.user_code.mcp_server import McpConnection
 from millrace.core.config.rollout import AnyTool, McpTools
 from millrace.core.config.rollout import McpServer as Settings
 from millrace.core.errors import ConfigError
@@ -48,19 +48,19 @@ def tool_schemas(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
 def server_schemas(settings: Settings, field: str) -> list[dict[str, Any]]:
     """The schemas of one server's tools. Raises ConfigError."""
     with ThreadPoolExecutor(1) as thread:  # as above
-        return thread.submit(asyncio.run, _listed([McpServer(settings, field)])).result()[0]
+        return thread.submit(asyncio.run, _listed([McpConnection(settings, field)])).result()[0]
 
 
-async def _listed(servers: Sequence[McpServer]) -> list[list[dict[str, Any]]]:
+async def _listed(servers: Sequence[McpConnection]) -> list[list[dict[str, Any]]]:
     try:
         return await asyncio.gather(*(server.schemas() for server in servers))
     finally:
         await asyncio.gather(*(server.close() for server in servers))
 
 
-def _servers(tools: Sequence[AnyTool]) -> list[McpServer]:
+def _servers(tools: Sequence[AnyTool]) -> list[McpConnection]:
     return [
-        McpServer(tool.mcp, f"{FIELD}.{at}.mcp")
+        McpConnection(tool.mcp, f"{FIELD}.{at}.mcp")
         for at, tool in enumerate(tools)
         if isinstance(tool, McpTools)
     ]
@@ -69,7 +69,7 @@ def _servers(tools: Sequence[AnyTool]) -> list[McpServer]:
 class _ServerTool:
     """One tool of a server, ready to be called."""
 
-    def __init__(self, server: McpServer, name: str) -> None:
+    def __init__(self, server: McpConnection, name: str) -> None:
         self._server, self._name = server, name
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:

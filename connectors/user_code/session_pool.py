@@ -21,7 +21,7 @@ from typing import Any
 
 from millrace.connectors.user_code.process import kill_with_descendants, processes_of
 from millrace.connectors.user_code.session_worker import LINE, serve
-from millrace.core.config.rollout import Session as Settings
+from millrace.core.config.rollout import SessionSection as Settings
 from millrace.core.errors import MillraceError
 from millrace.core.sessions.pipe import (
     FROM_PROCESS,

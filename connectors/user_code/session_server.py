@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from millrace.core.sessions.completions import BadRequestError, chunks, completion, models, read_request
 from millrace.core.sessions.interface import LimitReachedError, SessionError, TooLongError, Turn
-from millrace.core.sessions.live import LiveSession, Served
+from millrace.core.sessions.live import LiveSession, ServedRollout
 
 HERE = "127.0.0.1"
 NAMES = (HERE, "localhost", "[::1]")
@@ -32,7 +32,7 @@ Made = TypeVar("Made")
 @dataclass(frozen=True)
 class _Door:
     session: LiveSession
-    rollout: Served
+    rollout: ServedRollout
     context: contextvars.Context  # the rollout's, so that work done in it counts as the rollout's
 
 
@@ -46,7 +46,7 @@ class SessionServer:
         self._address: str | None = None
         self._starting: asyncio.Task[None] | None = None
 
-    def serve(self, session: LiveSession, rollout: Served) -> tuple[str, str]:
+    def serve(self, session: LiveSession, rollout: ServedRollout) -> tuple[str, str]:
         """Open an endpoint for a session, and return its URL and key. Call it in the loop's thread."""
         if self._address is None:
             # listen now, so that a client that connects before the server runs waits instead of failing
@@ -61,7 +61,7 @@ class SessionServer:
         rollout.keys.append(key)
         return self._address, key
 
-    def close(self, rollout: Served) -> None:
+    def close(self, rollout: ServedRollout) -> None:
         """End a rollout: its keys are refused from now on, and answers in progress are cancelled."""
         for key in rollout.keys:
             del self._doors[key]
@@ -173,7 +173,7 @@ def _working(door: _Door, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]
     return task
 
 
-async def _given(rollout: Served, answer: asyncio.Future[Made]) -> Made:
+async def _given(rollout: ServedRollout, answer: asyncio.Future[Made]) -> Made:
     """Wait for the work's result. A limit that ended it is kept in the rollout. Raises the work's errors, and HTTPGone."""
     try:
         made = await asyncio.shield(answer)

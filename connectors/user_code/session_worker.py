@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from millrace.connectors.user_code.mcp_tools import WorkerTools
 from millrace.connectors.user_code.process import detach, limit_memory
 from millrace.core.config.parts.redaction import shown_text
-from millrace.core.config.rollout import Session as Settings
+from millrace.core.config.rollout import SessionSection as Settings
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import described
 from millrace.core.hooks.loading import load, load_function, written_for_slime
@@ -27,7 +27,7 @@ from millrace.core.hooks.rollout_selection import rollout_function
 from millrace.core.rewards.scoring import read_score
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError
-from millrace.core.sessions.live import LiveSession, Served, Shared
+from millrace.core.sessions.live import LiveSession, ServedRollout, Shared
 from millrace.core.sessions.pipe import (
     FROM_PROCESS,
     TO_PROCESS,
@@ -152,7 +152,7 @@ class _Worker:
                     waiting.set_result(reply)
 
     async def _run(self, number: int, start: Start) -> None:
-        served = Served(start.sampling)
+        served = ServedRollout(start.sampling)
         shared = Shared(
             task=start.task,
             messages=start.messages,
@@ -195,14 +195,14 @@ class _Worker:
         """A rollout's error as text, without the secrets of its functions and tools, since it is stored."""
         return shown_text(scrubbed(described(error), self._given))
 
-    def _serve(self, session: LiveSession, served: Served) -> tuple[str, str]:
+    def _serve(self, session: LiveSession, served: ServedRollout) -> tuple[str, str]:
         if self._server is None:
             from millrace.connectors.user_code.session_server import SessionServer
 
             self._server = SessionServer(self._tools.schemas)
         return self._server.serve(session, served)
 
-    async def _made(self, session: LiveSession, start: Start, served: Served) -> Any:
+    async def _made(self, session: LiveSession, start: Start, served: ServedRollout) -> Any:
         settings = self.settings
         field, chosen = rollout_function(settings, session.task.metadata)
         if chosen and written_for_slime(chosen.function):

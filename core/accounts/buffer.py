@@ -19,7 +19,7 @@ from millrace.core.accounts.source_parts import source_and_level
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.hooks.protocols import BufferedGroup
 
-Place = tuple[int, int]  # iteration that generated a group, and the group's ordinal in it
+GroupKey = tuple[int, int]  # iteration that generated a group, and the group's ordinal in it
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class _Held:
     version: int
 
 
-class Buffer:
+class HeldGroups:
     """The groups held after the applied iterations."""
 
     def __init__(self, max_age: int, max_uses: int, versions: int) -> None:
         """max_age: weight versions. max_uses: iterations that train a group, the first included. versions: per iteration."""
         self.max_age, self.max_uses, self._versions = max_age, max_uses, versions
         self.version = 0  # version of the weights that the next iteration trains
-        self._held: dict[Place, _Held] = {}
+        self._held: dict[GroupKey, _Held] = {}
 
-    def extend(self, histories: Iterable[IterationHistory]) -> Buffer:
+    def extend(self, histories: Iterable[IterationHistory]) -> HeldGroups:
         """Apply the histories, which are in order; returns this buffer.
 
         The iterations that `reach` names suffice: groups of the ones before are too old.

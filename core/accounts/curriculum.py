@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from millrace.core.accounts.history import IterationHistory
 from millrace.core.accounts.source_parts import SourcePlan, source_and_level
-from millrace.core.config.data import Levels, Pools, Stage
+from millrace.core.config.data import CurriculumStage, Levels, Pools
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class Standing:
     recent: tuple[float, ...] = ()  # last scores of this stage, as many as its end depends on
 
 
-class Progress:
+class CurriculumProgress:
     """The standing after each committed iteration, and the last scores of rows in pools."""
 
-    def __init__(self, plans: Mapping[str, SourcePlan], stages: Sequence[Stage] = (), first: int = 0) -> None:
+    def __init__(
+        self, plans: Mapping[str, SourcePlan], stages: Sequence[CurriculumStage] = (), first: int = 0
+    ) -> None:
         """first: the iteration from which on scores count."""
         self._levels = {name: plan.levels for name, plan in plans.items() if plan.levels}
         self._pooled = {name for name, plan in plans.items() if plan.pools}
@@ -97,17 +99,17 @@ class Progress:
     def _note(self, part: str, row: int, iteration: int, score: float) -> None:
         self._scores.setdefault(part, {}).setdefault(row, []).append((iteration, score))
 
-    def _stage(self, standing: Standing) -> Stage | None:
+    def _stage(self, standing: Standing) -> CurriculumStage | None:
         """The stage that may end; None in the last one, and without stages."""
         return self._stages[standing.stage] if standing.stage < len(self._stages) - 1 else None
 
 
-def _counts(stage: Stage, source: str) -> bool:
+def _counts(stage: CurriculumStage, source: str) -> bool:
     """Whether the rewards of a source's prompts may end the stage."""
     return stage.reward is not None and stage.weights.get(source, 0) > 0
 
 
-def _next_stage(standing: Standing, stage: Stage) -> Standing:
+def _next_stage(standing: Standing, stage: CurriculumStage) -> Standing:
     """The standing after one more iteration of the stage."""
     iterations, recent = standing.iterations + 1, standing.recent
     enough = stage.reward is not None and len(recent) >= stage.groups

@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.core.accounts.curriculum import Progress, Standing
+from millrace.core.accounts.curriculum import CurriculumProgress, Standing
 from millrace.core.accounts.history import IterationHistory, Key
 from millrace.core.accounts.source_parts import SourcePlan, part_name, source_and_level
 from millrace.core.accounts.staleness import Ahead
-from millrace.core.config.data import Pools, Stage
+from millrace.core.config.data import CurriculumStage, Pools
 from millrace.core.contracts.ids import derived_seed, iteration_number
 from millrace.core.errors import DataError
 
@@ -88,7 +88,7 @@ class Ledger:
         *,
         shuffle: bool = True,
         first: int = 0,
-        stages: Sequence[Stage] = (),
+        stages: Sequence[CurriculumStage] = (),
         ahead: Ahead = Ahead(),
     ) -> None:
         """`sources`: weight and number of usable rows by name, with levels and pools. `stages`: of a curriculum.
@@ -107,7 +107,7 @@ class Ledger:
         self._first = first
         self.counts: Counter[str] = Counter(kept=0, dropped=0, returned=0)  # verdicts
         self.dropped: Counter[str] = Counter()  # by reason
-        self.progress = Progress(plans, stages, first)
+        self.progress = CurriculumProgress(plans, stages, first)
         self._plans, self._stages, self._lag = plans, list(stages), ahead.at
         self._shares = {name: _Share() for name in plans}
         self._cursors = {part: _Cursor(count) for part, count in rows.items()}

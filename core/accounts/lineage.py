@@ -30,7 +30,7 @@ class Generated(TypedDict):
     rollout_logprobs: list[float]
 
 
-class Said(TypedDict):
+class StoredTurn(TypedDict):
     """Columns of the parts in turns/."""
 
     rollout_id: str
@@ -41,7 +41,7 @@ class Said(TypedDict):
     output_ids: list[int]
 
 
-class Scored(TypedDict):
+class RewardRow(TypedDict):
     """Columns of the reward parts."""
 
     sample_id: str
@@ -80,11 +80,11 @@ class StoredIteration:
     index: int
     prompts: Sequence[Drawn]
     rollouts: Sequence[Generated]
-    rewards: Sequence[Scored]
+    rewards: Sequence[RewardRow]
     verdicts: Sequence[Judged]
     batch: Sequence[Trained]
     steps: Sequence[StepMetrics]
-    turns: Sequence[Said] = ()
+    turns: Sequence[StoredTurn] = ()
     origins: Sequence[Origin] = ()  # batch rows of the iterations that generated the groups reused here
 
 
@@ -193,7 +193,7 @@ def _reused(stored: StoredIteration) -> Iterable[str]:
 
 def _turns(stored: StoredIteration) -> Iterable[str]:
     """Every trained token of a rollout of several turns was generated in its turns."""
-    rollouts: dict[str, list[Said]] = {}
+    rollouts: dict[str, list[StoredTurn]] = {}
     for row in stored.turns:
         rollouts.setdefault(row["rollout_id"], []).append(row)
     said: dict[str, dict[int, list[int]]] = {}  # by sample and event

@@ -35,7 +35,7 @@ class NamedReward(RewardFunction):
     name: str = Field(pattern=NAME, description="Name of the reward in the rows' metadata.")
 
 
-class Reward(RewardFunction):
+class RewardSection(RewardFunction):
     """How samples are scored: a function with its options, and the processes that call it."""
 
     function: str = Field(

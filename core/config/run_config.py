@@ -20,7 +20,7 @@ from millrace.core.config.parts.restart import ANY_START, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.pipeline import Pipeline
 from millrace.core.config.placement import Placement
-from millrace.core.config.reward import AS_THE_REWARD, Reward
+from millrace.core.config.reward import AS_THE_REWARD, RewardSection
 from millrace.core.config.rollout import Rollout, Sampling
 from millrace.core.config.run import Run
 from millrace.core.config.storage import Storage
@@ -40,7 +40,7 @@ class RunConfig(Section):
     data: Data
     storage: Annotated[Storage, ANY_START] = Storage()
     rollout: Rollout = Rollout()
-    reward: Annotated[Reward, AS_THE_REWARD] = Reward()
+    reward: Annotated[RewardSection, AS_THE_REWARD] = RewardSection()
     filter: Annotated[Filter, in_a_branch("an open iteration may hold groups that it judged")] = Filter()
     algorithm: Annotated[Algorithm, in_a_branch("one run has one algorithm")] = Algorithm()
     trainer: Trainer = Trainer()

@@ -13,7 +13,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationTopic:
     """An evaluation of the held-out sets at the weights of one version."""
 
     index: int  # of the iteration whose folder has its parts
@@ -22,4 +22,4 @@ class Evaluation:
     task: str  # that makes it
 
 
-Topic = Batch | Evaluation
+Topic = Batch | EvaluationTopic

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.by_name import UnknownNameError, named_by_row
-from millrace.core.config.reward import Reward, RewardFunction
+from millrace.core.config.reward import RewardFunction, RewardSection
 
 KEY = "reward"  # key of a row's metadata
 TAKEN = ("function", "options")  # fields that are read of a part
@@ -34,7 +34,7 @@ class Selected:
     function: RewardFunction
 
 
-def select(reward: Reward, own: Selected | None, metadata: Mapping[str, Any]) -> Selected:
+def select(reward: RewardSection, own: Selected | None, metadata: Mapping[str, Any]) -> Selected:
     """The reward of a row. own: the reward of its source or set, if it has one.
 
     Without `reward.named`, the row's metadata choose nothing. Errors: UnknownRewardError.

@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.core.config.parts.by_name import UnknownNameError, named_by_row
 from millrace.core.config.parts.user_function import UserFunction
-from millrace.core.config.rollout import Session
+from millrace.core.config.rollout import SessionSection
 
 KEY = "rollout"  # key of a row's metadata
 
@@ -19,7 +19,7 @@ class UnknownRolloutError(UnknownNameError):
     """A row names a rollout that the configuration does not have."""
 
 
-def rollout_function(session: Session, metadata: Mapping[str, Any]) -> tuple[str, UserFunction | None]:
+def rollout_function(session: SessionSection, metadata: Mapping[str, Any]) -> tuple[str, UserFunction | None]:
     """The field that names the function of a row's rollout, and the function; None if an environment or tools make it.
 
     Without `named`, the row's metadata have no effect. Errors: UnknownRolloutError.
@@ -30,7 +30,7 @@ def rollout_function(session: Session, metadata: Mapping[str, Any]) -> tuple[str
     return f"rollout.session.named.{named.name}", named
 
 
-def rollout_functions(session: Session) -> Iterator[tuple[str, UserFunction | None]]:
+def rollout_functions(session: SessionSection) -> Iterator[tuple[str, UserFunction | None]]:
     """Every field that may name a function that makes rollouts, with it."""
     yield "rollout.session.function", session.function
     for named in session.named:

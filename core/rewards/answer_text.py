@@ -131,7 +131,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedAnswer:
     """A parsed answer. choice: the letter before it. words: it has words that are not understood."""
 
     text: str
@@ -194,7 +194,7 @@ def number(text: str) -> Fraction | None:
 
 # a label is compared with every answer of its group
 @lru_cache(maxsize=512)
-def read(answer: str, own: frozenset[str] = NONE) -> Reading:
+def read(answer: str, own: frozenset[str] = NONE) -> ParsedAnswer:
     """Parse an answer. own: words that count as units, besides the known ones."""
     text = spelling(answer)
     choice = None
@@ -216,7 +216,7 @@ def read(answer: str, own: frozenset[str] = NONE) -> Reading:
         items = [Item(text)]
     elif len(items) == 1 and re.search(r"\\[pm][pm](?![a-zA-Z])", items[0].value):
         items = [replace(items[0], value=value) for value in _both_signs(items[0].value)]
-    return Reading(text, tuple(items), choice, words and bool(text))
+    return ParsedAnswer(text, tuple(items), choice, words and bool(text))
 
 
 def quantity(text: str, own: Collection[str] = ()) -> Item:

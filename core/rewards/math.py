@@ -17,7 +17,7 @@ from millrace.core.rewards.answer_text import (
     LONGEST,
     NONE,
     Item,
-    Reading,
+    ParsedAnswer,
     in_base,
     key,
     number,
@@ -138,7 +138,7 @@ def equal(answer: str, label: str, *, symbolic: bool = True, own: frozenset[str]
     return _same_readings(a, b, symbolic)
 
 
-def _same_choices(a: Reading, b: Reading, symbolic: bool) -> bool:
+def _same_choices(a: ParsedAnswer, b: ParsedAnswer, symbolic: bool) -> bool:
     """Compare "(C) 12", "C" and "12": the letters decide if both have one, together with the values if both have them."""
     if a.choice and b.choice:
         values = not (a.text and b.text) or _same_readings(a, b, symbolic)
@@ -149,7 +149,7 @@ def _same_choices(a: Reading, b: Reading, symbolic: bool) -> bool:
     return bool(lettered.text) and _same_readings(lettered, other, symbolic)
 
 
-def _same_readings(a: Reading, b: Reading, symbolic: bool) -> bool:
+def _same_readings(a: ParsedAnswer, b: ParsedAnswer, symbolic: bool) -> bool:
     if key(a.text) == key(b.text):
         return bool(a.text)
     if a.words or b.words:
@@ -171,7 +171,7 @@ def _match(some: Sequence[Item], others: Sequence[Item]) -> bool:
     return all(any(_same_items(one, other, False) for other in others) for one in some)
 
 
-def _as_pair(named: Reading, other: Reading) -> bool | None:
+def _as_pair(named: ParsedAnswer, other: ParsedAnswer) -> bool | None:
     """Whether "x=2, y=3" and "(2,3)" are the same; None for other forms."""
     names = [item.name for item in named.items]
     if len(names) < 2 or None in names or len(set(names)) < len(names):
@@ -191,7 +191,7 @@ def _as_pair(named: Reading, other: Reading) -> bool | None:
     )
 
 
-def _whole(reading: Reading) -> str:
+def _whole(reading: ParsedAnswer) -> str:
     """The text that the library is given."""
     if len(reading.items) == 1:
         return _text_of(reading.items[0])

@@ -14,7 +14,7 @@ from typing import Any
 
 from millrace.core.contracts.rows.messages import ROLES, NotTextError, message_of
 from millrace.core.plain_text import json_text, whole_values
-from millrace.core.sessions.history import Place
+from millrace.core.sessions.history import TurnKey
 from millrace.core.sessions.interface import Message, Turn
 
 LONGEST = 2**31 - 1  # tokens that a request may ask for; the run's own limits are lower
@@ -188,7 +188,7 @@ def _equal(value: Any, allowed: Any) -> bool:
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
-def completion(place: Place, turn: Turn, model: str, created: int) -> dict[str, Any]:
+def completion(place: TurnKey, turn: Turn, model: str, created: int) -> dict[str, Any]:
     """A turn as an answer. Its ids depend on its place: a repeated request gets the same ids."""
     name = f"{place.branch}-{place.index}"
     message: dict[str, Any] = {

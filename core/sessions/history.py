@@ -19,7 +19,7 @@ KNOWN = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 @dataclass(frozen=True)
-class Said:
+class HistoryMessage:
     """A message in the form that is compared."""
 
     role: str
@@ -30,20 +30,20 @@ class Said:
     thinking: str | None = None  # None: not sent
     more: str = ""  # other keys, as JSON
 
-    def repeats(self, turn: Said) -> bool:
+    def repeats(self, turn: HistoryMessage) -> bool:
         """Whether the message repeats a turn. Thinking counts if it was sent."""
         thinking = turn.thinking if self.thinking is None else self.thinking
-        return Said(self.role, self.content, self.calls, self.answers, thinking, self.more) == turn
+        return HistoryMessage(self.role, self.content, self.calls, self.answers, thinking, self.more) == turn
 
 
-def compared(messages: Sequence[Message]) -> tuple[Said, ...]:
+def compared(messages: Sequence[Message]) -> tuple[HistoryMessage, ...]:
     """All messages in the form that is compared. Contents are text."""
     calls: dict[str, str] = {}  # position of a call by its id
-    found: list[Said] = []
+    found: list[HistoryMessage] = []
     for number, message in enumerate(messages):
         # token ids equal no message
         if "ids" in message:
-            found.append(Said("", json.dumps(message["ids"])))
+            found.append(HistoryMessage("", json.dumps(message["ids"])))
             continue
         asked = message.get("tool_calls") or ()
         calls |= {call["id"]: f"{number}.{at}" for at, call in enumerate(asked) if call.get("id")}
@@ -52,7 +52,7 @@ def compared(messages: Sequence[Message]) -> tuple[Said, ...]:
             key: value for key, value in message.items() if key not in KNOWN and value not in (None, [], {})
         }
         found.append(
-            Said(
+            HistoryMessage(
                 role=str(message["role"]),
                 content=str(message.get("content") or ""),
                 calls=tuple((call["function"]["name"], _arguments(call["function"])) for call in asked),
@@ -64,10 +64,10 @@ def compared(messages: Sequence[Message]) -> tuple[Said, ...]:
     return tuple(found)
 
 
-def said_by(turn: Turn) -> Said:
+def said_by(turn: Turn) -> HistoryMessage:
     """A turn in the form that is compared."""
     calls = tuple((call.name, _text(call.arguments)) for call in turn.tool_calls)
-    return Said("assistant", turn.content, calls, thinking=turn.thinking)
+    return HistoryMessage("assistant", turn.content, calls, thinking=turn.thinking)
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
@@ -85,23 +85,23 @@ def _text(value: Any) -> str:
 
 
 @dataclass(eq=False)
-class Place:
+class TurnKey:
     """A turn that was asked for: after the previous turn and some messages, with some options."""
 
     branch: int
     index: int  # number among the turns of its branch
     door: int
-    before: Place | None
-    new: tuple[Said, ...]
+    before: TurnKey | None
+    new: tuple[HistoryMessage, ...]
     options: str
     turn: Turn | None = None  # None until the turn is generated
-    after: list[Place] = field(default_factory=list)
+    after: list[TurnKey] = field(default_factory=list)
 
     @property
-    def path(self) -> list[Place]:
+    def path(self) -> list[TurnKey]:
         """The turns up to this one, included."""
-        place: Place | None = self
-        found: list[Place] = []
+        place: TurnKey | None = self
+        found: list[TurnKey] = []
         while place is not None:
             found.append(place)
             place = place.before
@@ -112,7 +112,7 @@ class Place:
 class Again:
     """The same request was made before."""
 
-    place: Place
+    place: TurnKey
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class GoOn:
 class Begin:
     """A new branch after a turn, with the messages from `known` on. None: the whole history is its own prompt."""
 
-    after: Place | None
+    after: TurnKey | None
     known: int
 
 
@@ -136,8 +136,8 @@ class _Line:
     """The state of a branch."""
 
     door: int
-    tip: Place | None  # its newest turn, or the turn that it started after
-    opening: tuple[Said, ...]  # messages before its first turn
+    tip: TurnKey | None  # its newest turn, or the turn that it started after
+    opening: tuple[HistoryMessage, ...]  # messages before its first turn
     open: bool = True  # whether it can continue: no turn is running, none failed, and its function observed nothing itself
 
 
@@ -149,11 +149,13 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._first: list[Place] = []
+        self._first: list[TurnKey] = []
         self._lines: dict[int, _Line] = {}
-        self._before: dict[int, list[Place]] = {}  # turns that a door's branch started with
+        self._before: dict[int, list[TurnKey]] = {}  # turns that a door's branch started with
 
-    def begin(self, branch: int, door: int, opening: Sequence[Said] = (), after: Place | None = None) -> None:
+    def begin(
+        self, branch: int, door: int, opening: Sequence[HistoryMessage] = (), after: TurnKey | None = None
+    ) -> None:
         """Note a new branch: with a prompt, after a turn, or both."""
         self._lines[branch] = _Line(door, after, tuple(opening))
         if branch == door:
@@ -169,21 +171,21 @@ class History:
         """Note that the function itself adds to a branch: no client can know its state."""
         self._lines[branch].open = False
 
-    def ask(self, branch: int, new: Sequence[Said], options: str) -> Place:
+    def ask(self, branch: int, new: Sequence[HistoryMessage], options: str) -> TurnKey:
         """Note that a turn of a branch is asked for, after new messages."""
         line = self._lines[branch]
         index = line.tip.index + 1 if line.tip and line.tip.branch == branch else 0
-        place = Place(branch, index, line.door, line.tip, (*line.opening, *new), options)
+        place = TurnKey(branch, index, line.door, line.tip, (*line.opening, *new), options)
         (line.tip.after if line.tip else self._first).append(place)
         line.tip, line.opening, line.open = place, (), False
         return place
 
-    def answered(self, place: Place, turn: Turn) -> None:
+    def answered(self, place: TurnKey, turn: Turn) -> None:
         """Note a generated turn, so that its branch can continue."""
         place.turn = turn
         self._lines[place.branch].open = True
 
-    def decide(self, door: int, history: Sequence[Said], options: str) -> Again | GoOn | Begin:
+    def decide(self, door: int, history: Sequence[HistoryMessage], options: str) -> Again | GoOn | Begin:
         """Classify a request by its history and options."""
         reached = list(self._reached(door, history))
         for known, before in reached:
@@ -199,13 +201,13 @@ class History:
                     return GoOn(number, known)
         return Begin(ends[0], farthest)
 
-    def _reached(self, door: int, history: Sequence[Said]) -> Iterator[tuple[int, Place | None]]:
+    def _reached(self, door: int, history: Sequence[HistoryMessage]) -> Iterator[tuple[int, TurnKey | None]]:
         """The turns that the history contains, each with the number of messages up to it; the oldest of equal turns first."""
-        waiting: list[tuple[int, Place | None]] = [(0, None)]
+        waiting: list[tuple[int, TurnKey | None]] = [(0, None)]
         while waiting:
             known, before = waiting.pop()
             yield known, before
-            found: list[tuple[int, Place | None]] = []
+            found: list[tuple[int, TurnKey | None]] = []
             for place in self._visible(door, before):
                 end = known + len(place.new)
                 same = end < len(history) and place.new == tuple(history[known:end])
@@ -213,6 +215,6 @@ class History:
                     found.append((end + 1, place))
             waiting += found[::-1]
 
-    def _visible(self, door: int, before: Place | None) -> list[Place]:
+    def _visible(self, door: int, before: TurnKey | None) -> list[TurnKey]:
         places = before.after if before else self._first
         return [place for place in places if place.door == door or place in self._before[door]]

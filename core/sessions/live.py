@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.core.contracts.rows.messages import message_of
-from millrace.core.sessions.history import Again, Begin, History, Place, Said, compared
+from millrace.core.sessions.history import Again, Begin, History, HistoryMessage, TurnKey, compared
 from millrace.core.sessions.interface import (
     Content,
     LimitReachedError,
@@ -27,11 +27,11 @@ from millrace.core.sessions.interface import (
 )
 from millrace.core.sessions.pipe import (
     BranchStart,
-    Call,
     Called,
+    CallTool,
     Generate,
-    Limit,
     MakeCall,
+    ReachedLimit,
     RecordedAnswer,
     Refused,
     Reply,
@@ -66,7 +66,7 @@ class Shared:
     rng: random.Random = field(init=False)
     sessions: list[LiveSession] = field(default_factory=list)  # sessions by number
     history: History = field(default_factory=History)
-    answers: dict[Place, Answer] = field(default_factory=dict)
+    answers: dict[TurnKey, Answer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -81,7 +81,7 @@ class Shared:
 
 
 @dataclass(eq=False)
-class Served:
+class ServedRollout:
     """One rollout that is served to clients over HTTP."""
 
     sampling: Mapping[str, Any]
@@ -89,7 +89,7 @@ class Served:
     limit: str | None = None  # set if the newest answer was that this limit is reached
     # answers SGLang's /generate
     native: Callable[[Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]] | None = None
-    created: dict[Place, int] = field(default_factory=dict)
+    created: dict[TurnKey, int] = field(default_factory=dict)
     working: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -106,7 +106,7 @@ class Recorded:
 class _Asked:
     """A turn that is asked for."""
 
-    place: Place
+    place: TurnKey
     request: Generate
 
 
@@ -205,7 +205,7 @@ class LiveSession:
         max_new_tokens: int | None,
         stop: Sequence[str],
         spawn: Callable[[Coroutine[Any, Any, Turn]], asyncio.Task[Turn]],
-    ) -> tuple[Place, Answer]:
+    ) -> tuple[TurnKey, Answer]:
         """The turn that answers a whole history: an earlier, a running or a new one. spawn: runs the coroutine of a new one.
 
         The rollout's branches are updated before it returns, so that no other request can come between.
@@ -228,7 +228,7 @@ class LiveSession:
         work.add_done_callback(lambda _: answer.done() or answer.cancel())
         return asked.place, answer
 
-    def _begun(self, after: Place | None, messages: Sequence[Message]) -> LiveSession:
+    def _begun(self, after: TurnKey | None, messages: Sequence[Message]) -> LiveSession:
         """A new branch of this door's client, after a turn or with its own messages."""
         if after is None:
             begin = replace(self._standing(), parent_turns=0, prompt=pieces(messages, "user"))
@@ -240,7 +240,11 @@ class LiveSession:
         return made
 
     def _next(
-        self, said: Sequence[Said], max_new_tokens: int | None, stop: Sequence[str], logprobs: bool = False
+        self,
+        said: Sequence[HistoryMessage],
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+        logprobs: bool = False,
     ) -> _Asked:
         new, self._new = self._new, []
         place = self._shared.history.ask(self.number, said, _options(max_new_tokens, stop))
@@ -285,7 +289,7 @@ class LiveSession:
         self, name: str, arguments: Mapping[str, Any], make: Callable[[], Awaitable[str]]
     ) -> Recorded:
         """The result of `make`, or its recorded result from before a restart. A ToolError and a timeout are recorded too."""
-        known = await self._ask(Call(name, dict(arguments)))
+        known = await self._ask(CallTool(name, dict(arguments)))
         if isinstance(known, RecordedAnswer):
             return Recorded(known.text, known.failed, before=True)
         assert isinstance(known, MakeCall), "a call is recorded or made"
@@ -330,7 +334,7 @@ class LiveSession:
         reply = await self._shared.ask(replace(request, branch=self.number, start=start))
         if isinstance(reply, Refused):
             raise SessionError(reply.reason)
-        if isinstance(reply, Limit):
+        if isinstance(reply, ReachedLimit):
             raise (TooLongError if reply.too_long else LimitReachedError)(reply.reason)
         return reply
 

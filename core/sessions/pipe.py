@@ -46,7 +46,7 @@ class Generate(_OfBranch):
 
 
 @dataclass(frozen=True)
-class Call(_OfBranch):
+class CallTool(_OfBranch):
     """Asks whether to make a call. The reply is its recorded answer, or MakeCall."""
 
     tool: str
@@ -83,7 +83,7 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Limit:
+class ReachedLimit:
     """A limit of the rollout is reached."""
 
     reason: str
@@ -153,8 +153,8 @@ class End:
     cut: Sequence[int] = ()  # truncated branches
 
 
-Request = Generate | Call | Called
-Reply = Turn | RecordedAnswer | MakeCall | Noted | Limit | Refused
+Request = Generate | CallTool | Called
+Reply = Turn | RecordedAnswer | MakeCall | Noted | ReachedLimit | Refused
 ToProcess = Start | Cancel | Ping | Reply
 FromProcess = Ready | Pong | CallStuck | End | Request
 INNER = (BranchReward, BranchStart, SlimeStart, Task, ToolCall)  # classes inside messages

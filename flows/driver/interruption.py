@@ -40,7 +40,7 @@ _reactions: list[tuple[asyncio.AbstractEventLoop, Callable[[], object]]] = []
 _commands: list[_Command] = []
 
 
-class Terminal(Protocol):
+class LastWords(Protocol):
     """The output for a command's last words."""
 
     def silence(self) -> None:
@@ -90,7 +90,7 @@ def interrupted_by() -> str | None:
     return None
 
 
-def run_interruptibly(work: Callable[[], T], terminal: Terminal | None = None) -> T:
+def run_interruptibly(work: Callable[[], T], terminal: LastWords | None = None) -> T:
     """Do `work` in a thread and return its result. On Ctrl-C or SIGTERM this process ends, with 130 or 143.
 
     The first signal calls the functions registered by `on_signal` and waits until no flow has work left, at most DEADLINE_S. If
@@ -149,7 +149,7 @@ class _WorkThread(threading.Thread, Generic[T]):
 class _Command:
     """State of one command after signals."""
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: LastWords) -> None:
         self.interrupted_by: signal.Signals | None = None
         self._terminal = terminal
         self._told = False  # whether the user was told that it ends

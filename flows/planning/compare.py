@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from millrace.flows.planning.pipeline import Layout, Mode, Outcome, replay
+from millrace.flows.planning.pipeline import Mode, SimulatedLayout, SimulatedRun, replay
 from millrace.flows.planning.recorded import Group, Seconds, Speed
 
 SHARED = (1, 2, 4)  # GPUs that engines and trainer share
@@ -25,7 +25,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """Input of a run's replay: its groups in drawing order, its phases, its engines' speed, and its hardware."""
 
     groups: Sequence[Group]
@@ -36,23 +36,23 @@ class Recorded:
     iteration_s: float  # measured
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SimulatedLayout:
         """The layout of the recorded run."""
-        return Layout(self.machine.engines, self.machine.places, self.speed, self.seconds)
+        return SimulatedLayout(self.machine.engines, self.machine.places, self.speed, self.seconds)
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedWay:
     """One way to run, and the replay's result for it."""
 
     gpus: int
     layout: str
     colocated: bool
     mode: Mode
-    outcome: Outcome
+    outcome: SimulatedRun
 
 
-def calibrated(recorded: Recorded, generation_s: float) -> Recorded:
+def calibrated(recorded: RecordedRun, generation_s: float) -> RecordedRun:
     """The recorded run with engine speed scaled so that replayed generation takes the measured seconds.
 
     The fit gives how speed changes with the number of requests; the scaling adds costs that the fit does not see.
@@ -62,7 +62,7 @@ def calibrated(recorded: Recorded, generation_s: float) -> Recorded:
     return replace(recorded, speed=recorded.speed.scaled(factor))
 
 
-def ways(recorded: Recorded, batch: int, wanted: Mode | None = None) -> Iterator[Row]:
+def ways(recorded: RecordedRun, batch: int, wanted: Mode | None = None) -> Iterator[ComparedWay]:
     """Replay every layout that engines of the recorded size fit, under every pipeline. wanted: one more pipeline.
 
     The trainer's seconds are in proportion to samples over GPUs. Seconds of handing over GPUs count only for shared GPUs.
@@ -76,14 +76,14 @@ def ways(recorded: Recorded, batch: int, wanted: Mode | None = None) -> Iterator
         if engines_on < machine.engine_gpus:
             continue
         ready = recorded.seconds.ready if colocated == machine.colocated else 0.0
-        layout = Layout(
+        layout = SimulatedLayout(
             engines=engines_on // machine.engine_gpus,
             places=machine.places,
             speed=recorded.speed,
             seconds=replace(recorded.seconds, train=train / trains_on, ready=ready),
         )
         for mode in _modes(colocated, wanted):
-            yield Row(
+            yield ComparedWay(
                 gpus=engines_on if colocated else engines_on + trains_on,
                 layout="colocated" if colocated else f"{engines_on} + {trains_on}",
                 colocated=colocated,
@@ -104,7 +104,7 @@ def _modes(colocated: bool, wanted: Mode | None) -> list[Mode]:
     return modes
 
 
-def verdicts(rows: Iterable[Row]) -> list[str]:
+def verdicts(rows: Iterable[ComparedWay]) -> list[str]:
     """A sentence for each number of GPUs that can be shared or split: which is faster, and by how much."""
     known, found = list(rows), []
     for gpus in sorted({row.gpus for row in known}):
@@ -116,13 +116,13 @@ def verdicts(rows: Iterable[Row]) -> list[str]:
     return found
 
 
-def _fastest(rows: list[Row]) -> Row:
+def _fastest(rows: list[ComparedWay]) -> ComparedWay:
     """The first row that is as fast as the fastest within noise: the simplest rows come first."""
     least = min(row.outcome.iteration_s for row in rows)
     return next(row for row in rows if row.outcome.iteration_s <= least * (1 + NOISE))
 
 
-def _verdict(gpus: int, shared: Row, split: Row) -> str:
+def _verdict(gpus: int, shared: ComparedWay, split: ComparedWay) -> str:
     ratio = split.outcome.iteration_s / shared.outcome.iteration_s
     compared = f"{_named(split)} takes {ratio:.2f} times as long as {_named(shared)}"
     if ratio > 1 + NOISE:
@@ -132,5 +132,5 @@ def _verdict(gpus: int, shared: Row, split: Row) -> str:
     return f"{gpus} GPUs: no difference to speak of. {compared}; tokens are fresher on shared GPUs."
 
 
-def _named(row: Row) -> str:
+def _named(row: ComparedWay) -> str:
     return f"{row.layout} (ahead {row.mode.ahead}, staleness {row.mode.staleness}, {row.mode.select})"

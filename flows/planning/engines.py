@@ -10,7 +10,7 @@ from millrace.flows.planning.recorded import Speed
 
 
 @dataclass(eq=False)
-class Answer:
+class SimulatedRequest:
     """One request of the group with this number. done: tokens so far; versions: tokens by the weights that made them."""
 
     group: int
@@ -26,15 +26,17 @@ class Answer:
         return self.tokens - self.done
 
 
-class Engine:
+class SimulatedEngine:
     """One engine at a time of the replay. Work counts the tokens that each running request has made since the replay's start."""
 
     def __init__(self, speed: Speed, places: int) -> None:
         self._speed, self._places = speed, places
         self._work = 0.0
         self._tokens = 0.0  # tokens that the running requests have
-        self._running: list[tuple[float, int, Answer]] = []  # requests by the work at which each is finished
-        self._waiting: list[tuple[tuple[int, int], Answer]] = []
+        self._running: list[
+            tuple[float, int, SimulatedRequest]
+        ] = []  # requests by the work at which each is finished
+        self._waiting: list[tuple[tuple[int, int], SimulatedRequest]] = []
         self._reading_s = 0.0  # seconds of reading before it makes tokens
         self._count = 0
         self._paused = 0
@@ -46,7 +48,7 @@ class Engine:
         """Running and waiting requests."""
         return len(self._running) + len(self._waiting)
 
-    def put(self, answer: Answer, priority: tuple[int, int]) -> None:
+    def put(self, answer: SimulatedRequest, priority: tuple[int, int]) -> None:
         """Take a request: lower priorities go first, and no two are equal."""
         heapq.heappush(self._waiting, (priority, answer))
         self._fill()
@@ -68,7 +70,7 @@ class Engine:
         left = max(0.0, self._running[0][0] - self._work)
         return self._reading_s + self._speed.time_of(left, len(self._running), self._tokens)
 
-    def take_whole(self) -> list[Answer]:
+    def take_whole(self) -> list[SimulatedRequest]:
         """Remove and return the finished requests. Waiting ones take their places."""
         found = []
         while self._running and self._running[0][0] - self._work <= 1e-9 * max(1.0, self._work):
@@ -123,7 +125,7 @@ class Engine:
         """Read tokens before generating: a token costs as much as one more running request."""
         self._reading_s += self._speed.each * tokens
 
-    def _note(self, answer: Answer) -> None:
+    def _note(self, answer: SimulatedRequest) -> None:
         """Count the tokens of a running request since its start or the last change of weights."""
         made = self._work - answer.begun
         answer.versions[self.version] = answer.versions.get(self.version, 0.0) + made

@@ -15,14 +15,14 @@ from functools import partial
 from typing import Literal
 
 from millrace.core.accounts.selection import Candidate, choose, drawn
-from millrace.flows.planning.engines import Answer, Engine
+from millrace.flows.planning.engines import SimulatedEngine, SimulatedRequest
 from millrace.flows.planning.recorded import Group, Seconds, Speed
 
 WARM_UP, LEAST = 4, 12  # iterations left out of the figures, and fewest iterations in them
 
 
 @dataclass(frozen=True)
-class Layout:
+class SimulatedLayout:
     """GPUs and their speed. seconds: of the phases on them. places: requests that an engine runs at once."""
 
     engines: int
@@ -48,7 +48,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedRun:
     """Figures of the replay after the warm-up. Shares lie between 0 and 1; ages are in published weight versions."""
 
     iteration_s: float
@@ -65,7 +65,7 @@ class _Group:
     index: int  # number of its iteration
     deferrals: int = 0
     finished: int | None = None
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[SimulatedRequest] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
@@ -93,7 +93,7 @@ class _Iteration:
     ages: dict[int, float] = field(default_factory=dict)  # tokens by age
 
 
-def replay(groups: Sequence[Group], batch: int, layout: Layout, mode: Mode) -> Outcome:
+def replay(groups: Sequence[Group], batch: int, layout: SimulatedLayout, mode: Mode) -> SimulatedRun:
     """Replay iterations that train `batch` groups each, drawn from `groups` again and again.
 
     Raises ValueError if no group is kept: no batch would ever be filled.
@@ -106,11 +106,11 @@ def replay(groups: Sequence[Group], batch: int, layout: Layout, mode: Mode) -> O
 
 
 class _Replay:
-    def __init__(self, groups: Sequence[Group], batch: int, layout: Layout, mode: Mode) -> None:
+    def __init__(self, groups: Sequence[Group], batch: int, layout: SimulatedLayout, mode: Mode) -> None:
         self._draws = itertools.cycle(groups)
         self._batch, self._layout, self._mode = batch, layout, mode
         self._limit = mode.staleness - mode.ahead if mode.select == "finish" else 0
-        self._engines = [Engine(layout.speed, layout.places) for _ in range(layout.engines)]
+        self._engines = [SimulatedEngine(layout.speed, layout.places) for _ in range(layout.engines)]
         self._now, self._order = 0.0, itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         # whole rounds over the groups, so that a long answer counts as often as it was drawn
@@ -139,7 +139,7 @@ class _Replay:
                 self._finish_groups(whole)
             self._advance()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulatedRun:
         """Figures from the warm-up on."""
         first, last = self._iterations[WARM_UP - 1], self._iterations[self._count - 1]
         seconds = last.done_at - first.done_at
@@ -148,7 +148,7 @@ class _Replay:
         for iteration in self._iterations[WARM_UP : self._count]:
             for age, tokens in iteration.ages.items():
                 ages[age] = ages.get(age, 0.0) + tokens
-        return Outcome(
+        return SimulatedRun(
             iteration_s=seconds / (self._count - WARM_UP),
             trainer_idle=1 - trainer / seconds,
             engines_idle=1 - engines / seconds / len(self._engines),
@@ -214,7 +214,7 @@ class _Replay:
 
     def _release(self, index: int) -> None:
         group = _Group(next(self._draws), len(self._groups), index)
-        group.answers = [Answer(group.number, tokens) for tokens in group.group.lengths if tokens]
+        group.answers = [SimulatedRequest(group.number, tokens) for tokens in group.group.lengths if tokens]
         self._groups.append(group)
         self._iterations[index].groups.append(group)
         self._put(group)
@@ -267,7 +267,7 @@ class _Replay:
             if group.whole:
                 self._whole(group)
 
-    def _finish_groups(self, whole: Sequence[Answer]) -> None:
+    def _finish_groups(self, whole: Sequence[SimulatedRequest]) -> None:
         """Note the groups whose last answer came."""
         done = [self._groups[number] for number in dict.fromkeys(answer.group for answer in whole)]
         found = [group for group in done if group.whole]

@@ -70,7 +70,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Request:
+class RecordedRequest:
     """One recorded answer."""
 
     engine: str
@@ -78,7 +78,7 @@ class Request:
     tokens: int
 
 
-def fit_speed(requests: Sequence[Request]) -> Speed:
+def fit_speed(requests: Sequence[RecordedRequest]) -> Speed:
     """The speed that explains the recorded answers best: least squares without a negative term, long answers weigh more.
 
     The load on a request is the mean number of requests on its engine during its interval, and of their tokens so far. Raises
@@ -116,7 +116,7 @@ def _least_squares(terms: npt.NDArray[np.float64], values: npt.NDArray[np.float6
     return best
 
 
-def _met(requests: Sequence[Request]) -> list[tuple[float, float]]:
+def _met(requests: Sequence[RecordedRequest]) -> list[tuple[float, float]]:
     """For each request: the mean number of requests during its interval, itself included, and of their tokens.
 
     Requests are assumed to make their tokens evenly.

@@ -33,13 +33,13 @@ from millrace.flows.preflight.check_machine import (
     ray_answers,
     tracking_answers,
 )
-from millrace.flows.preflight.check_model import Checkpoint, check_model, check_served_teacher
+from millrace.flows.preflight.check_model import ReadModel, check_model, check_served_teacher
 from millrace.flows.preflight.check_references import check_references
 from millrace.flows.preflight.check_reward import RewardAnswers, check_majority, check_rewards
 from millrace.flows.preflight.check_run import StoredRun, check_run
 from millrace.flows.preflight.check_session import check_named_rollouts, check_session
 from millrace.flows.preflight.check_versions import check_versions, installed, needs
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.first_rows import CheckedRows
 
 PATIENCE_S = 5.0  # for a server that accepts connections and never answers
 DISK_PATIENCE_S = 60.0  # for a disk, which may be busy
@@ -53,9 +53,9 @@ class Checked:
 
     config: RunConfig
     problems: list[Problem]
-    data: list[FirstRows]
-    absent: list[FirstRows] = field(default_factory=list)  # sources that run.prepare will make
-    model: Checkpoint = field(default_factory=Checkpoint)
+    data: list[CheckedRows]
+    absent: list[CheckedRows] = field(default_factory=list)  # sources that run.prepare will make
+    model: ReadModel = field(default_factory=ReadModel)
     run: StoredRun = field(default_factory=StoredRun)
     rewards: list[RewardAnswers] = field(default_factory=list)
     file: Path | None = None  # the file that the configuration was read from
@@ -68,7 +68,7 @@ class Checked:
         return here.with_dtype(dtype) if dtype else here
 
     @property
-    def training(self) -> list[FirstRows]:
+    def training(self) -> list[CheckedRows]:
         """The sources that are trained on, without the held-out sets."""
         return [rows for rows in self.data if rows.field.startswith("data.")]
 
@@ -131,7 +131,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     return found
 
 
-def _lacks_secret(rows: FirstRows, referred: Sequence[Problem]) -> bool:
+def _lacks_secret(rows: CheckedRows, referred: Sequence[Problem]) -> bool:
     """Whether a function of rows refers to a missing secret."""
     missing = {problem.value for problem in referred}
     return rows.function is not None and any(

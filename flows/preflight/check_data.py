@@ -21,21 +21,21 @@ from millrace.core.errors import MillraceError
 from millrace.core.hooks.protocols import RewardInput
 from millrace.core.hooks.reward_forms import answer_of, reward_of
 from millrace.flows.preflight.check_dialogues import check_dialogues
-from millrace.flows.preflight.check_model import Checkpoint
+from millrace.flows.preflight.check_model import ReadModel
 from millrace.flows.preflight.check_prompts import rendered
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.first_rows import CheckedRows
 
 
-def sources(config: RunConfig) -> list[FirstRows]:
+def sources(config: RunConfig) -> list[CheckedRows]:
     """Every source and evaluation set, before reading."""
-    training = [FirstRows(f"data.sources.{source.name}", source) for source in config.data.sources]
+    training = [CheckedRows(f"data.sources.{source.name}", source) for source in config.data.sources]
     held_out = [
-        FirstRows(f"evaluation.sets.{held_out.name}", held_out) for held_out in config.evaluation.sets
+        CheckedRows(f"evaluation.sets.{held_out.name}", held_out) for held_out in config.evaluation.sets
     ]
     return training + held_out
 
 
-def check_rows(config: RunConfig, rows: FirstRows, model: Checkpoint) -> Iterator[Problem]:
+def check_rows(config: RunConfig, rows: CheckedRows, model: ReadModel) -> Iterator[Problem]:
     """Problems of the rows that were read, under the model's template and tokenizer; fills their texts and lengths."""
     limit, training = config.data.max_prompt_tokens, rows.field.startswith("data.")
     yield from rows.set_aside(limit)
@@ -72,7 +72,7 @@ def check_rows(config: RunConfig, rows: FirstRows, model: Checkpoint) -> Iterato
         )
 
 
-def _labels(config: RunConfig, rows: FirstRows) -> Iterator[Problem]:
+def _labels(config: RunConfig, rows: CheckedRows) -> Iterator[Problem]:
     key = rows.source.label_key
     labels = [row.label for row in rows.usable]
     missing = all(label is None for label in labels)
@@ -121,7 +121,7 @@ def _kind(label: Any) -> str:
     return "no text" if label in (None, "") else f"a {type(label).__name__}"
 
 
-def _metadata(rows: FirstRows) -> Iterator[Problem]:
+def _metadata(rows: CheckedRows) -> Iterator[Problem]:
     """Keys of metadata that no row has; a default key may be missing."""
     source, count = rows.source, len(rows.usable)
     absent = f"none of the first {count} rows of {rows.origin} has it"
@@ -144,7 +144,7 @@ def _metadata(rows: FirstRows) -> Iterator[Problem]:
 
 
 def unknown_names(
-    rows: FirstRows, unknown: Sequence[tuple[PromptRow, str]], what: str, remedy: str
+    rows: CheckedRows, unknown: Sequence[tuple[PromptRow, str]], what: str, remedy: str
 ) -> Iterator[Problem]:
     """Rows whose metadata name something that the configuration does not have, with the reason. what: the kind of name."""
     if unknown:

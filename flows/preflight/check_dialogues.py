@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from millrace.connectors.huggingface.suffix import Message
-from millrace.connectors.huggingface.trained_turns import Piece, pieces
+from millrace.connectors.huggingface.trained_turns import TextSpan, pieces
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.chat_options import chat_options
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, refuse
 from millrace.core.contracts.rows.trained_messages import for_template, trained_messages, with_system
-from millrace.flows.preflight.check_model import Checkpoint
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.check_model import ReadModel
+from millrace.flows.preflight.first_rows import CheckedRows
 
 ROWS = 500  # number of rendered dialogues; each is rendered twice for each turn
 
 
-def check_dialogues(rows: FirstRows, model: Checkpoint) -> Iterator[Problem]:
+def check_dialogues(rows: CheckedRows, model: ReadModel) -> Iterator[Problem]:
     """Problems of the first dialogues; fills the rows' pieces and texts. A dialogue that cannot be trained is a refused row."""
     if model.template is None:
         if not model.has_template and model.shape:
@@ -61,14 +61,14 @@ def check_dialogues(rows: FirstRows, model: Checkpoint) -> Iterator[Problem]:
         )
 
 
-def trained_tokens(cut: Sequence[Piece], tokenizer: Any) -> int:
+def trained_tokens(cut: Sequence[TextSpan], tokenizer: Any) -> int:
     """Number of a dialogue's tokens with a loss."""
     return sum(
         len(tokenizer.encode(piece.text, add_special_tokens=False).ids) for piece in cut if piece.trained
     )
 
 
-def _pieces(rows: FirstRows, row: PromptRow, model: Checkpoint) -> list[Piece]:
+def _pieces(rows: CheckedRows, row: PromptRow, model: ReadModel) -> list[TextSpan]:
     source, template = rows.source, model.template
     assert template is not None, "it was asked for"
     assert not isinstance(row.prompt, str), "rows without messages are refused where they are read"

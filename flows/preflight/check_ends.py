@@ -12,10 +12,10 @@ from millrace.connectors.huggingface.suffix import turn_end
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.core.families.ends import engine_ends
-from millrace.flows.preflight.check_model import Checkpoint, special_tokens
+from millrace.flows.preflight.check_model import ReadModel, special_tokens
 
 
-def check_stops(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
+def check_stops(config: RunConfig, found: ReadModel) -> Iterator[Problem]:
     """A problem for each text to stop at that holds a special token and more, or half a character."""
     special = special_tokens(found.tokenizer)
     places = {
@@ -31,7 +31,7 @@ def check_stops(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
                 yield Problem(field, text, problem, REMEDY)
 
 
-def answer_ends(config: RunConfig, found: Checkpoint) -> AnswerEnds | None:
+def answer_ends(config: RunConfig, found: ReadModel) -> AnswerEnds | None:
     """The tokens that end the run's answers; None if the tokenizer's files are of a kind that is not read here."""
     special, template = special_tokens(found.tokenizer), found.template
     if not special:
@@ -49,7 +49,7 @@ def answer_ends(config: RunConfig, found: Checkpoint) -> AnswerEnds | None:
     )
 
 
-def ends_text(config: RunConfig, found: Checkpoint) -> str | None:
+def ends_text(config: RunConfig, found: ReadModel) -> str | None:
     """The plan's text if the model's files do not name every token that ends an answer."""
     ends = answer_ends(config, found)
     if ends is None or not ends.added:

@@ -37,7 +37,7 @@ RELATIVE = "; a relative path in a file means that file's folder"
 
 
 @dataclass
-class Checkpoint:
+class ReadModel:
     """The parts of the model that could be read; a part that could not is None."""
 
     shape: Architecture | None = None
@@ -55,7 +55,7 @@ class Checkpoint:
     dtype: DType | None = None  # the type that model.dtype: auto means for a new run
 
 
-def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iterator[Problem]:
+def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Iterator[Problem]:
     """Problems of the model's folder and of the teacher's; fills `found` with what later checks need."""
     path, whole = config.model.path, True
     if may_be_made and not os.path.exists(Path(path) / "config.json"):
@@ -204,7 +204,7 @@ def _positions(config: RunConfig, shape: Architecture, whose: str) -> Iterator[P
             return
 
 
-def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
+def _tokenizer(config: RunConfig, found: ReadModel) -> Iterator[Problem]:
     field, folder = (
         ("model.tokenizer", config.model.tokenizer)
         if config.model.tokenizer
@@ -251,7 +251,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     return {token.content: number for number, token in tokens.items() if token.special}
 
 
-def _vocabulary(field: str, folder: str, found: Checkpoint, special: dict[str, str]) -> Iterator[Problem]:
+def _vocabulary(field: str, folder: str, found: ReadModel, special: dict[str, str]) -> Iterator[Problem]:
     if "eos_token" not in special:
         yield Problem(
             field,
@@ -269,7 +269,7 @@ def _vocabulary(field: str, folder: str, found: Checkpoint, special: dict[str, s
         )
 
 
-def check_served_teacher(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
+def check_served_teacher(config: RunConfig, found: ReadModel) -> Iterator[Problem]:
     """A problem unless a served teacher answers, and shows that its tokenizer is the model's. After `check_model`."""
     server = config.algorithm.teacher_server
     if server is None or config.algorithm.supervised:

@@ -9,8 +9,8 @@ from millrace.connectors.huggingface.template import ChatTemplate, last_text
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.chat_options import RESERVED, chat_options
 from millrace.core.contracts.rows.prompts import Prompt, PromptRow
-from millrace.flows.preflight.check_model import Checkpoint
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.check_model import ReadModel
+from millrace.flows.preflight.first_rows import CheckedRows
 
 ROWS, TEXT = 2_000, 1 << 19  # rows that are rendered, and about the characters in them
 COMPARED = 8  # rows whose text is compared with their prompt
@@ -18,7 +18,7 @@ ANSWER = "An answer."
 SHOWN = 40
 
 
-def rendered(rows: FirstRows, model: Checkpoint) -> Generator[Problem, None, list[str]]:
+def rendered(rows: CheckedRows, model: ReadModel) -> Generator[Problem, None, list[str]]:
     """Yields problems of the template; returns the texts of the first rows."""
     source, field = rows.source, rows.field
     chosen = _first(rows.usable)
@@ -64,7 +64,7 @@ def rendered(rows: FirstRows, model: Checkpoint) -> Generator[Problem, None, lis
     return texts
 
 
-def _unread(rows: FirstRows, template: ChatTemplate, chosen: Sequence[PromptRow]) -> Iterator[Problem]:
+def _unread(rows: CheckedRows, template: ChatTemplate, chosen: Sequence[PromptRow]) -> Iterator[Problem]:
     """Variables and tools that the template does not use."""
     source = rows.source
     for name in source.chat_template_kwargs:
@@ -126,7 +126,7 @@ def _ready(template: ChatTemplate, prompt: Prompt, template_kwargs: Mapping[str,
         )
 
 
-def _refused(rows: FirstRows, template: ChatTemplate, row: PromptRow, error: ValueError) -> Problem:
+def _refused(rows: CheckedRows, template: ChatTemplate, row: PromptRow, error: ValueError) -> Problem:
     system = rows.source.system
     if system:
         try:

@@ -28,7 +28,7 @@ from millrace.core.hooks.reward_selection import (
 from millrace.core.plain_text import json_text
 from millrace.core.rewards.trial import Trial, try_reward
 from millrace.flows.preflight.check_data import unknown_names
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.first_rows import CheckedRows
 
 PATIENCE_S = 5.0  # for one answer; reward.timeout_s if that is shorter
 OURS = "millrace.core."
@@ -46,7 +46,7 @@ class RewardAnswers:
 
 
 def check_rewards(
-    config: RunConfig, data: Sequence[FirstRows], wrong: Sequence[str], answers: list[RewardAnswers]
+    config: RunConfig, data: Sequence[CheckedRows], wrong: Sequence[str], answers: list[RewardAnswers]
 ) -> Iterator[Problem]:
     """Problems of rows with an unknown reward, and of calling each reward on the first row that it scores; fills `answers`.
 
@@ -76,7 +76,7 @@ def check_rewards(
 
 
 def check_majority(
-    config: RunConfig, data: Sequence[FirstRows], answers: Sequence[RewardAnswers]
+    config: RunConfig, data: Sequence[CheckedRows], answers: Sequence[RewardAnswers]
 ) -> Iterator[Problem]:
     """A problem if the best checkpoint is chosen by the majority of a set whose reward returned no answer for any response.
 
@@ -107,7 +107,7 @@ def check_majority(
         )
 
 
-def _own(config: RunConfig, rows: FirstRows) -> Selected | None:
+def _own(config: RunConfig, rows: CheckedRows) -> Selected | None:
     """The reward that a source or a held-out set sets."""
     sources, sets = own_rewards(config)
     return (sources if rows.field.startswith("data.") else sets).get(rows.source.name)

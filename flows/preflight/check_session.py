@@ -14,20 +14,20 @@ from millrace.connectors.huggingface.response_templates import template_for
 from millrace.connectors.huggingface.suffix import Message, Render, first_difference
 from millrace.connectors.user_code.mcp_tools import server_schemas
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.rollout import McpTools, Session
+from millrace.core.config.rollout import McpTools, SessionSection
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.errors import ConfigError
 from millrace.core.hooks.rollout_selection import UnknownRolloutError, rollout_function, rollout_functions
 from millrace.core.sessions.tools import LoadedTool
 from millrace.flows.preflight.check_data import unknown_names
-from millrace.flows.preflight.check_model import Checkpoint
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.check_model import ReadModel
+from millrace.flows.preflight.first_rows import CheckedRows
 
 SHOWN = 60
 
 
 def check_session(
-    session: Session, model: Checkpoint, template_kwargs: Sequence[Mapping[str, Any]] = ({},)
+    session: SessionSection, model: ReadModel, template_kwargs: Sequence[Mapping[str, Any]] = ({},)
 ) -> Iterator[Problem]:
     """Tools that cannot be described to a model, answers whose calls cannot be parsed, a template that rewrites earlier turns.
 
@@ -60,7 +60,7 @@ def check_session(
             yield from _leaves_history(model, follows, template_kwargs)
 
 
-def check_named_rollouts(session: Session, data: Sequence[FirstRows]) -> Iterator[Problem]:
+def check_named_rollouts(session: SessionSection, data: Sequence[CheckedRows]) -> Iterator[Problem]:
     """Rows that name no rollout."""
     for rows in data:
         unknown: list[tuple[PromptRow, str]] = []
@@ -74,7 +74,7 @@ def check_named_rollouts(session: Session, data: Sequence[FirstRows]) -> Iterato
         )
 
 
-def _reads_calls(model: Checkpoint) -> Iterator[Problem]:
+def _reads_calls(model: ReadModel) -> Iterator[Problem]:
     template, tools = model.template, model.tools
     assert template is not None, "it was asked for"
     asked: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
@@ -100,7 +100,7 @@ def _reads_calls(model: Checkpoint) -> Iterator[Problem]:
 
 
 def _leaves_history(
-    model: Checkpoint, follows: Follows, template_kwargs: Sequence[Mapping[str, Any]]
+    model: ReadModel, follows: Follows, template_kwargs: Sequence[Mapping[str, Any]]
 ) -> Iterator[Problem]:
     template = model.template
     assert template is not None, "it was asked for"

@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.connectors.huggingface.answer_ends import unseen_by_row
 from millrace.connectors.huggingface.tokenizer import is_plain
-from millrace.connectors.huggingface.trained_turns import Piece
+from millrace.connectors.huggingface.trained_turns import TextSpan
 from millrace.connectors.storage.prompts import first_rows
 from millrace.core.config import UserFunction
 from millrace.core.config.data import Source
@@ -35,7 +35,7 @@ REMEDIES = {  # by the kind of reason why no row can be used
 ARRAY = "it is one JSON array; write an object a line, as `jq -c '.[]' FILE > FILE.jsonl` does"
 
 
-class FirstRows:
+class CheckedRows:
     """The first rows of a source, usable and unusable."""
 
     def __init__(self, field: str, source: PromptRows) -> None:
@@ -45,7 +45,7 @@ class FirstRows:
         self.refused: list[Quarantined] = []
         self.total = 0  # number of rows of the file, maybe estimated
         self.whole = False  # whether all of them were read
-        self.pieces: dict[int, list[Piece]] = {}  # pieces of the first trained dialogues, by row
+        self.pieces: dict[int, list[TextSpan]] = {}  # pieces of the first trained dialogues, by row
         self.texts: list[str] = []  # texts of the first usable rows, in the form that is sent
         self.lengths: list[int] = []  # tokens of these texts
         self.too_long: list[Quarantined] = []

@@ -20,9 +20,9 @@ from millrace.core.rewards.trial import Trial
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_dialogues import trained_tokens
 from millrace.flows.preflight.check_ends import ends_text
-from millrace.flows.preflight.check_model import Checkpoint
+from millrace.flows.preflight.check_model import ReadModel
 from millrace.flows.preflight.check_run import StoredRun
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.first_rows import CheckedRows
 
 Line = tuple[str, str]
 MARKS = ("⟦", "⟧")  # marks around trained text
@@ -157,13 +157,13 @@ def _answers(config: RunConfig, held_out: EvalSet) -> str:
     return text
 
 
-def _rows(rows: FirstRows) -> str:
+def _rows(rows: CheckedRows) -> str:
     if rows.whole:
         return f"{rows.total:,} rows"
     return f"about {rows.total:,} rows, of which the first {rows.seen:,} were read"
 
 
-def _epoch(found: Checked, rows: FirstRows, weights: float) -> str:
+def _epoch(found: Checked, rows: CheckedRows, weights: float) -> str:
     assert isinstance(rows.source, Source)
     usable = rows.total - len(rows.unusable) if rows.complete else rows.total
     drawn = found.config.rollout.prompts * rows.source.weight / weights
@@ -176,7 +176,7 @@ def _whole(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _unusable(rows: FirstRows) -> str:
+def _unusable(rows: CheckedRows) -> str:
     bad = rows.unusable
     if not bad:
         return "; all usable" if rows.complete else "; none of them unusable"
@@ -200,7 +200,7 @@ def prompt(found: Checked) -> Iterator[Line]:
     )
 
 
-def _dialogue(rows: FirstRows, tokenizer: Any) -> str:
+def _dialogue(rows: CheckedRows, tokenizer: Any) -> str:
     """The first dialogue, with marks around trained text, and the trained share of the first dialogues."""
     number, pieces = next(iter(rows.pieces.items()))
     text = "".join(f"{MARKS[0]}{piece.text}{MARKS[1]}" if piece.trained else piece.text for piece in pieces)
@@ -243,7 +243,7 @@ def session(found: Checked) -> Iterator[Line]:
     )
 
 
-def _form_of_calls(model: Checkpoint) -> str:
+def _form_of_calls(model: ReadModel) -> str:
     """The form in which the model's calls of tools are parsed."""
     if model.reads_answers:
         return " (calls are read by the tokenizer's own response_template)"

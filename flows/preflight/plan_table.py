@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from millrace.core.config.plan import Part, Plan, size_text
+from millrace.core.config.plan import MemoryPart, Plan, size_text
 from millrace.flows.preflight import plan_seen
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_versions import versions_line
@@ -127,7 +127,7 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _parts(parts: Sequence[Part]) -> str:
+def _parts(parts: Sequence[MemoryPart]) -> str:
     total = sum(part.size for part in parts)
     listed = ", ".join(f"{part.name} {size_text(part.size)}" for part in parts)
     return f"{size_text(total)}: {listed}"

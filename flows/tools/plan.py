@@ -17,9 +17,9 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, StorageError
 from millrace.flows.driver.stored_run import run_record, settings_of
-from millrace.flows.planning.compare import Machine, Recorded, calibrated, verdicts, ways
+from millrace.flows.planning.compare import Machine, RecordedRun, calibrated, verdicts, ways
 from millrace.flows.planning.pipeline import Mode, replay
-from millrace.flows.planning.recorded import Group, Request, Seconds, fit_speed
+from millrace.flows.planning.recorded import Group, RecordedRequest, Seconds, fit_speed
 from millrace.flows.tools.listing import Listing
 
 NEWEST = 20  # newest iterations that are read
@@ -32,7 +32,7 @@ ROLLOUTS = ["group_id", "response_length", "engine_id", "timings"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayedPlan:
     """The compared ways as a listing, and conclusions."""
 
     listing: Listing
@@ -44,13 +44,13 @@ class _Iteration:
     """One recorded iteration. span: seconds from the first request to the last answer."""
 
     groups: list[Group]
-    requests: list[Request]
+    requests: list[RecordedRequest]
     span: float
     seconds: Seconds
     iteration_s: float | None  # seconds since the previous manifest, by the same driver
 
 
-def plan_from(config: RunConfig, root: str, run: str) -> Plan:
+def plan_from(config: RunConfig, root: str, run: str) -> ReplayedPlan:
     """Replay a run's iterations with the batch of `config`, on shared and on split GPUs.
 
     Raises StorageError if the run does not exist or has too few iterations; ConfigError for a run whose phases overlap or whose
@@ -79,10 +79,10 @@ def plan_from(config: RunConfig, root: str, run: str) -> Plan:
         "of it": f"training {s.train:.2f} s, sync {s.sync:.2f} s, checkpoints {s.checkpoint:.2f} s, evaluation "
         f"{s.evaluate:.2f} s, handing GPUs over {s.ready:.2f} s, no task {s.rest:.2f} s",
     }
-    return Plan(Listing(COLUMNS, listed, facts), verdicts(rows))
+    return ReplayedPlan(Listing(COLUMNS, listed, facts), verdicts(rows))
 
 
-def recorded_run(config: RunConfig, folder: RunFolder) -> Recorded:
+def recorded_run(config: RunConfig, folder: RunFolder) -> RecordedRun:
     """A run's record in the form of a replay's input.
 
     Leaves out the first two iterations of each driver, which import and compile, if enough others remain.
@@ -106,7 +106,7 @@ def recorded_run(config: RunConfig, folder: RunFolder) -> Recorded:
     }
     span = float(np.mean([each.span for each in steady]))
     means["rest"] = max(0.0, iteration_s - span - sum(means.values()))
-    recorded = Recorded(
+    recorded = RecordedRun(
         groups=[group for each in steady for group in each.groups],
         batch=config.rollout.prompts,
         seconds=Seconds(**means),
@@ -154,7 +154,7 @@ def _read(folder: RunFolder, index: int) -> _Iteration:
     times = [dict(row["timings"]) for row in rows]
     ready = min(time["started"] for time in times) + engines_s
     requests = [
-        Request(
+        RecordedRequest(
             row["engine_id"],
             (max(time["started"], ready), max(time["started"] + time["generate_s"], ready)),
             row["response_length"],

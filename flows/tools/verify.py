@@ -19,16 +19,16 @@ from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.parts import check_note, list_notes
 from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.connectors.storage.store import Store
-from millrace.core.accounts.buffer import Buffer
+from millrace.core.accounts.buffer import HeldGroups
 from millrace.core.accounts.ledger import Ledger
 from millrace.core.accounts.lineage import (
     Drawn,
     Generated,
     Judged,
     Origin,
-    Said,
-    Scored,
+    RewardRow,
     StoredIteration,
+    StoredTurn,
     Trained,
     inconsistencies,
 )
@@ -153,7 +153,7 @@ def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict)
     )
     rollouts, turns = (
         None if supervised else _read(files.read_parts, kind, row)
-        for kind, row in (("rollouts", Generated), ("turns", Said))
+        for kind, row in (("rollouts", Generated), ("turns", StoredTurn))
     )
     joined: list[Drawn] = []
     if JOINED in files.entries:
@@ -162,11 +162,11 @@ def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict)
         index=index,
         prompts=[*_rows(_read(files.read_table, "prompts", Drawn), Drawn), *joined],
         rollouts=_rows(rollouts, Generated),
-        rewards=[] if supervised else _rows(_read(files.read_parts, "rewards", Scored), Scored),
+        rewards=[] if supervised else _rows(_read(files.read_parts, "rewards", RewardRow), RewardRow),
         verdicts=_rows(verdicts, Judged),
         batch=_rows(batch, Trained),
         steps=files.read_json("step.json")["steps"],
-        turns=_rows(turns, Said),
+        turns=_rows(turns, StoredTurn),
         origins=[
             row
             for earlier in reused
@@ -245,7 +245,7 @@ def _buffer(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
     """Compute the buffer again: it must have held each reused group. For a branch: groups that its own settings chose."""
     settings = config.rollout.buffer
     own = (record.get("parent") or {}).get("at", 0)
-    buffer = Buffer(settings.max_age, settings.max_uses, config.steps_per_iteration) if settings else None
+    buffer = HeldGroups(settings.max_age, settings.max_uses, config.steps_per_iteration) if settings else None
     for history in folder.history():
         where = f"iteration {iteration_number(history.iteration)}"
         if history.iteration >= own and buffer is None and history.reused:

@@ -20,7 +20,7 @@ from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import MissingFileError
 from millrace.tasks.batching.landed_parts import LandedParts
 from millrace.tasks.batching.reused_groups import Reuse
-from millrace.tasks.batching.row_sources import Place, RowSources
+from millrace.tasks.batching.row_sources import RowKey, RowSources
 from millrace.tasks.context import IterationContext
 from millrace.tasks.scoring.scored_group import ScoredGroup
 
@@ -35,7 +35,7 @@ class KeptGroups:
     groups: list[ScoredGroup]
     rows: pa.Table  # the columns ASKED
     scores: list[ScoredSample]
-    places: list[Place] = field(default_factory=list)  # the place of each row's other columns
+    places: list[RowKey] = field(default_factory=list)  # the place of each row's other columns
     sources: RowSources = field(default_factory=RowSources)
     reused: dict[str, Reuse] = field(
         default_factory=dict
@@ -55,7 +55,7 @@ def read_kept(
     """
     sources = RowSources()
     tables = in_threads(lambda path: landed.read(path, ASKED), paths)
-    places: dict[str, Place] = {}
+    places: dict[str, RowKey] = {}
     where: dict[str, int] = {}  # by sample id, its row among all parts
     stored: set[str] = set()
     first = 0

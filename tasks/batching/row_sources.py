@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
-Place = tuple[int, int]  # number of a source, row in it
+RowKey = tuple[int, int]  # number of a source, row in it
 PIECE_TOKENS = 1 << 20  # tokens of a piece, unless one row has more
 PIECE_ROWS = 4096
 AT_ONCE = 8  # tables that are read at once
@@ -30,7 +30,7 @@ class RowSources:
         self._reads.append(read)
         return len(self._reads) - 1
 
-    def pieces(self, places: Sequence[Place], tokens: Sequence[int]) -> Iterator[tuple[slice, pa.Table]]:
+    def pieces(self, places: Sequence[RowKey], tokens: Sequence[int]) -> Iterator[tuple[slice, pa.Table]]:
         """The rows at these places, in this order, in pieces of some million tokens: a slice of the places, and its rows.
 
         tokens: of each row.
@@ -44,7 +44,7 @@ class RowSources:
             yield slice(start, end), self._rows(places[start:end])
             start = end
 
-    def _rows(self, places: Sequence[Place]) -> pa.Table:
+    def _rows(self, places: Sequence[RowKey]) -> pa.Table:
         by_source: dict[int, list[int]] = {}
         for at, (source, _) in enumerate(places):
             by_source.setdefault(source, []).append(at)

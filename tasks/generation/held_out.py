@@ -23,7 +23,7 @@ from millrace.core.contracts.progress import Count
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import DrawnGroup, EvaluatedSample, Scorable
-from millrace.core.contracts.topics import Evaluation
+from millrace.core.contracts.topics import EvaluationTopic
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import only_first_error
 from millrace.core.plain_text import json_text
@@ -58,7 +58,7 @@ def places(held_out: EvalSet, prompts: Sequence[UsablePrompt]) -> list[tuple[str
 
 
 def evaluation_budget(
-    ctx: IterationContext, evaluation: Evaluation, held_out: EvalSet, prompts: int
+    ctx: IterationContext, evaluation: EvaluationTopic, held_out: EvalSet, prompts: int
 ) -> FailureBudget:
     """Counts samples of a set that fail to generate. prompts: number of its prompts."""
     return FailureBudget(
@@ -74,7 +74,7 @@ def evaluation_budget(
 
 async def make_set(
     ctx: IterationContext,
-    evaluation: Evaluation,
+    evaluation: EvaluationTopic,
     held_out: EvalSet,
     prompts: Sequence[UsablePrompt],
     budget: FailureBudget,
@@ -124,7 +124,7 @@ async def make_set(
 
 
 async def make_share(
-    ctx: IterationContext, evaluation: Evaluation, stored: Iterable[EvaluatedSample]
+    ctx: IterationContext, evaluation: EvaluationTopic, stored: Iterable[EvaluatedSample]
 ) -> None:
     """Make this process's share of all sets, from the prompts that the driver wrote. stored: samples in parts."""
     table = await asyncio.to_thread(ctx.folder.read_table, PROMPTS, "prompts")
@@ -137,7 +137,7 @@ async def make_share(
         await make_set(ctx, evaluation, held_out, own, budget, made)
 
 
-def write_prompts(ctx: IterationContext, evaluation: Evaluation) -> None:
+def write_prompts(ctx: IterationContext, evaluation: EvaluationTopic) -> None:
     """Write the prompts of all sets for shards, so that shards need no data files."""
     ordinals = count()
     rows = [

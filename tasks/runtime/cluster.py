@@ -94,7 +94,7 @@ class Cluster:
         await self._check_fence()
         return await actors.find_alive(role, index, cls, limit=self.config.part_limit)
 
-    async def places(self, role: str) -> list[placement.Place]:
+    async def places(self, role: str) -> list[placement.ActorPlacement]:
         """A place for each actor of a role."""
         return await asyncio.to_thread(self._reservation.places, role)
 

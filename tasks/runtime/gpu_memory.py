@@ -29,13 +29,13 @@ from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import LASTING, TrainerStalledError
-from millrace.core.gpu_owner import Event, GpuOwner, Holder
+from millrace.core.gpu_owner import GpuOwner, Holder, HolderEvent
 from millrace.core.waits.deadline import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.engines import Engines
 from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.recovery import Recovery
-from millrace.tasks.runtime.trainer import Trainer
+from millrace.tasks.runtime.trainer import TrainerRanks
 from millrace.tasks.runtime.weight_sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class GpuMemory:
     ) -> None:
         self.config = config
         self._recovery = recovery
-        self._trainer = Trainer(config, cluster, run_folder, self._take_for_trainer, recovery)
+        self._trainer = TrainerRanks(config, cluster, run_folder, self._take_for_trainer, recovery)
         self._engines = Engines(config, cluster, self._make_room)
         self._weights = WeightSync(config)
         self._shared = config.placement.colocate
@@ -71,7 +71,7 @@ class GpuMemory:
         await self._weights.close()
 
     @contextlib.asynccontextmanager
-    async def for_trainer(self) -> AsyncIterator[Trainer]:
+    async def for_trainer(self) -> AsyncIterator[TrainerRanks]:
         """Within the block, engines on shared GPUs sleep, and the trainer may be built, train and save."""
         async with self._turn() if self._shared else self._trainer_turn():
             await self._take_for_trainer()
@@ -90,7 +90,7 @@ class GpuMemory:
             return True
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> TrainerRanks:
         """The trainer, for calls that take no GPU memory."""
         return self._trainer
 
@@ -115,7 +115,7 @@ class GpuMemory:
                     await self._update(fleet, ranks, version, missing, newest=versions.newest)
                 # frees the bucket
                 await self._offloaded_ranks(version)
-            self._record(Event.ENGINES_WOKE)
+            self._record(HolderEvent.ENGINES_WOKE)
             await fleet.wake()
             self._recovery.ready()
             return fleet.dispatcher(
@@ -160,8 +160,8 @@ class GpuMemory:
             return
         if self.config.engines_sleep:
             await self._engines.sleep()
-        self._record(Event.ENGINES_SLEPT)
-        self._record(Event.TRAINER_TOOK)
+        self._record(HolderEvent.ENGINES_SLEPT)
+        self._record(HolderEvent.TRAINER_TOOK)
 
     async def _offloaded_ranks(self, version: int) -> Ranks | None:
         """On shared GPUs, ranks that hold `version` and have offloaded everything but their weights; else None.
@@ -173,14 +173,14 @@ class GpuMemory:
         ranks = await self._trainer.at(version)
         if self.config.trainer_offloads:
             await ranks.each(Rank.offload)
-        self._record(Event.TRAINER_OFFLOADED)
+        self._record(HolderEvent.TRAINER_OFFLOADED)
         return ranks
 
     async def _make_room(self) -> None:
         """On shared GPUs, make living ranks release their memory for an engine that starts."""
         if self.config.trainer_offloads:
             await self._trainer.leave_room()
-            self._record(Event.TRAINER_OFFLOADED)
+            self._record(HolderEvent.TRAINER_OFFLOADED)
 
     async def _running_fleet(self, version: int) -> Fleet:
         """The fleet, with every engine running. If all are new, the trainer, whose weights they need, starts at the same time.
@@ -206,7 +206,7 @@ class GpuMemory:
         on_update: OnUpdate = "finish",
     ) -> dict[str, float]:
         """Bring engines to `version`, or to a version up to `newest` if the trainer has moved on; seconds by phase."""
-        self._record(Event.UPDATE_BEGAN)
+        self._record(HolderEvent.UPDATE_BEGAN)
         started = time.perf_counter()
         try:
             async with self._trainer_turn():
@@ -216,7 +216,7 @@ class GpuMemory:
                 seconds = await self._weights.send(ranks, fleet, version, engines, on_update)
         except TrainerStalledError:
             await self._trainer.end()
-            self._record(Event.TRAINER_DIED)
+            self._record(HolderEvent.TRAINER_DIED)
             raise
         self._recovery.add(sync=time.perf_counter() - started)
         return seconds
@@ -231,7 +231,7 @@ class GpuMemory:
             return contextlib.nullcontext()
         return locked(self._trainer_lock, "the trainer, which another task uses", self.config.run_limit)
 
-    def _record(self, event: Event) -> None:
+    def _record(self, event: HolderEvent) -> None:
         if self._shared:
             self._owner = self._owner.after(event)
 

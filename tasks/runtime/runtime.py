@@ -20,7 +20,7 @@ from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.runtime.recovery import Recovery
 from millrace.tasks.runtime.scoring import Scoring
 from millrace.tasks.runtime.sessions import Sessions
-from millrace.tasks.runtime.tracking import Tracking
+from millrace.tasks.runtime.tracking import Trackers
 from millrace.tasks.shards.board import BoardKeeper
 
 
@@ -40,7 +40,7 @@ class Runtime:
         self.teacher = ServedTeacher(server) if server else None
         self.hints = Hints(config, self.scoring, self.prompts) if server else None
         self.sessions = Sessions(config, self.prompts)
-        self.tracking = Tracking(config)
+        self.tracking = Trackers(config)
         self.memory = memory(config, cluster := Cluster(config), self.run_folder, self.recovery)
         self.board = BoardKeeper(config, cluster, self.prompts)
         self._cluster = cluster

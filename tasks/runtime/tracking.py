@@ -32,7 +32,7 @@ MOST = 1000  # calls that wait for a tracker
 FROM_THE_START = ("reward/mean", "train/loss", "train/grad_norm", "eval/")
 
 
-class Tracking:
+class Trackers:
     """The trackers of a training run, its page, and the curves that are drawn there."""
 
     def __init__(self, config: RunConfig) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from millrace.connectors.ray import actors
-from millrace.connectors.ray.placement import Place
+from millrace.connectors.ray.placement import ActorPlacement
 from millrace.connectors.storage.checkpoint_files import check_marker, set_checkpoint_aside
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
@@ -37,7 +37,7 @@ from millrace.tasks.runtime.recovery import Recovery
 log = logging.getLogger(__name__)
 
 
-class Trainer:
+class TrainerRanks:
     """The ranks of one run. They are a cache of storage: lost ones are built again."""
 
     def __init__(
@@ -224,7 +224,7 @@ class BringUp:
     replay_s: float
 
 
-def make_ranks(config: RunConfig, settings: Any, places: list[Place]) -> Ranks:
+def make_ranks(config: RunConfig, settings: Any, places: list[ActorPlacement]) -> Ranks:
     """New ranks in their places, without a model."""
     world, limit = config.trainer.world_size, config.part_limit
     ranks = [

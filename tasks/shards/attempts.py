@@ -41,15 +41,15 @@ from millrace.tasks.shards.board import (
     IMPORTS,
     Attempt,
     Board,
+    BoardState,
     EngineReply,
     EngineRequest,
-    Engines,
+    EnginesState,
     Idle,
     Link,
     Part,
     ShardCall,
     ShardReplacedError,
-    State,
     Work,
 )
 from millrace.tasks.stream import STREAMED, Kind, Stream
@@ -248,7 +248,7 @@ class DriverSide:
         self._idle: set[Idle] = set()
         self._requests: list[EngineRequest] = []  # without a reply
         self._wanted = asyncio.Event()
-        self._engines = Engines()
+        self._engines = EnginesState()
         self._dispatcher: Dispatcher | None = None  # that last made them ready
         self._settling = asyncio.Lock()  # held while engines are made ready, or given other weights
         self._working: asyncio.Task[None] | None = None
@@ -309,7 +309,7 @@ class DriverSide:
     async def show(self, kind: Kind, paths: Sequence[str]) -> None:
         """Let all shards know of these parts."""
         if paths:
-            await self._link.call(Board.tell, State(parts=tuple(Part(kind, path) for path in paths)))
+            await self._link.call(Board.tell, BoardState(parts=tuple(Part(kind, path) for path in paths)))
 
     def counts(self, path: str) -> bool:
         """Whether a part counts."""
@@ -384,9 +384,9 @@ class DriverSide:
         replies = (EngineReply(request.attempt, request.number, reason) for request in requests)
         await self._say(replace(engines, replies=(*engines.replies, *replies)))
 
-    async def _say(self, engines: Engines) -> None:
+    async def _say(self, engines: EnginesState) -> None:
         self._engines = replace(engines, number=self._engines.number + 1)
-        await self._link.call(Board.tell, State(engines=self._engines))
+        await self._link.call(Board.tell, BoardState(engines=self._engines))
 
     # what runs beside the shards
 
@@ -428,11 +428,11 @@ class DriverSide:
 
     async def _relay(self) -> None:
         """Tell what the driver's Stream knows: what is released and was deferred, and that it has settled."""
-        stream, told = self._stream, State()
+        stream, told = self._stream, BoardState()
         while True:
             revision = stream.revision
             deferred = None if stream.joined is None else len(stream.joined.groups)
-            now = State(released=stream.released, deferred=deferred, settled=stream.settled)
+            now = BoardState(released=stream.released, deferred=deferred, settled=stream.settled)
             if now != told:
                 told = now
                 await self._link.call(Board.tell, now)

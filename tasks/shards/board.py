@@ -129,7 +129,7 @@ class EngineReply:
 
 
 @dataclass(frozen=True)
-class Engines:
+class EnginesState:
     """The engines, as the driver last said. The largest number is the newest."""
 
     number: int = 0
@@ -149,7 +149,7 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class State:
+class BoardState:
     """What is known of a topic, or an update of it: what is new. `merge` says how each field grows."""
 
     revision: int = 0  # updates so far
@@ -157,7 +157,7 @@ class State:
     released: int = 0  # groups of the draw that may be generated
     deferred: int | None = None  # groups that the iteration before deferred; None: it has not generated yet
     settled: bool = False  # the batch is filled
-    engines: Engines = Engines()
+    engines: EnginesState = EnginesState()
     # the driver's and the shards'
     parts: tuple[Part, ...] = ()
     # the shards'
@@ -166,10 +166,10 @@ class State:
     idle: tuple[Idle, ...] = ()
 
 
-def merge(states: Sequence[State]) -> State:
+def merge(states: Sequence[BoardState]) -> BoardState:
     """All that these say, in any order, however often one is among them."""
     deferred = [each.deferred for each in states if each.deferred is not None]
-    return State(
+    return BoardState(
         revision=max(each.revision for each in states),
         released=max(each.released for each in states),
         deferred=max(deferred, default=None),
@@ -206,7 +206,7 @@ class Board:
     def __init__(self, config: Mapping[str, Any], index: int, count: int) -> None:
         self._changed = threading.Condition()
         self._facts: Facts | None = None
-        self._updates: dict[Topic, list[State]] = {}
+        self._updates: dict[Topic, list[BoardState]] = {}
         self._attempts: dict[tuple[Topic, Work, int], int] = {}  # that count, by shard
 
     def state(self) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class Board:
                 del self._attempts[key]
                 self._changed.notify_all()
 
-    def tell(self, token: int, topic: Topic, update: State, attempt: Attempt | None = None) -> None:
+    def tell(self, token: int, topic: Topic, update: BoardState, attempt: Attempt | None = None) -> None:
         """Add an update. attempt: who tells it. Raises ShardReplacedError if it does not count."""
         with self._changed:
             updates = self._of(token, topic, attempt)
@@ -264,7 +264,7 @@ class Board:
 
     def wait(
         self, token: int, topic: Topic, seen: int, timeout_s: float, attempt: Attempt | None = None
-    ) -> State:
+    ) -> BoardState:
         """What came after revision `seen`; waits so long for it. attempt, and what it raises: as of `tell`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -272,7 +272,7 @@ class Board:
                 updates = self._of(token, topic, attempt)
                 left = deadline - time.monotonic()
                 if len(updates) > seen or left <= 0:
-                    return merge([State(revision=seen), *updates[seen:]])
+                    return merge([BoardState(revision=seen), *updates[seen:]])
                 self._changed.wait(left)
 
     def revision(self, token: int, topic: Topic) -> int:
@@ -286,7 +286,7 @@ class Board:
         self._attempts = {key: number for key, number in self._attempts.items() if key[0] != topic}
         self._changed.notify_all()
 
-    def _of(self, token: int, topic: Topic, attempt: Attempt | None = None) -> list[State]:
+    def _of(self, token: int, topic: Topic, attempt: Attempt | None = None) -> list[BoardState]:
         self.facts(token)
         if topic not in self._updates:
             raise ShardReplacedError(f"{topic} is not open")

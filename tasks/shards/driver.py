@@ -19,7 +19,7 @@ from millrace.core.accounts.staleness import VersionRange
 from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
-from millrace.core.contracts.topics import Batch, Evaluation
+from millrace.core.contracts.topics import Batch, EvaluationTopic
 from millrace.core.errors import ConfigError
 from millrace.core.sharding import in_shards
 from millrace.tasks.context import IterationContext
@@ -147,7 +147,9 @@ class ShardedEvaluation:
     def __init__(self, ctx: IterationContext, run: RunShard) -> None:
         self._ctx, self._run = ctx, run
 
-    async def make(self, evaluation: Evaluation, made: Mapping[tuple[str, int], EvaluatedSample]) -> Made:
+    async def make(
+        self, evaluation: EvaluationTopic, made: Mapping[tuple[str, int], EvaluatedSample]
+    ) -> Made:
         """All samples of all sets. Raises BudgetError naming the set of which too many fail to generate."""
         ctx = self._ctx
         sets = [(each, ctx.runtime.prompts.held_out(each).usable) for each in ctx.config.evaluation.sets]

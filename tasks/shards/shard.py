@@ -38,7 +38,7 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import FileRecord, RewardRecord, RolloutRecord
-from millrace.core.contracts.topics import Evaluation
+from millrace.core.contracts.topics import EvaluationTopic
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError, together
 from millrace.core.hooks.loading import search_in
 from millrace.core.plain_text import take_any_text
@@ -53,9 +53,10 @@ from millrace.tasks.shards.board import (
     CALL_S,
     Attempt,
     Board,
+    BoardState,
     EngineReply,
     EngineRequest,
-    Engines,
+    EnginesState,
     Facts,
     Failure,
     Idle,
@@ -64,7 +65,6 @@ from millrace.tasks.shards.board import (
     Part,
     ShardCall,
     ShardReplacedError,
-    State,
 )
 from millrace.tasks.stream import NOTHING, Kind, Stream
 
@@ -109,7 +109,7 @@ async def make_rewards(ctx: ShardContext) -> RewardRecord:
 
 async def make_evaluation(ctx: ShardContext) -> None:
     """What `evaluate_shard` does in its context."""
-    assert isinstance(ctx.topic, Evaluation)
+    assert isinstance(ctx.topic, EvaluationTopic)
     stored = await asyncio.to_thread(ctx.stored_parts, KIND)
     await make_share(ctx, ctx.topic, [EvaluatedSample(**row) for row in stored.to_pylist()])
 
@@ -212,7 +212,7 @@ class ShardStream(Stream):
     async def tell_landed(self, kind: Kind, file: FileRecord, failures: Sequence[Failure] = ()) -> None:
         """Announce a part that this shard wrote, to the driver and here, and samples that failed until now."""
         part = Part(kind, file["path"], self._attempt.shard, file)
-        update = State(parts=(part,), failures=tuple(failures))
+        update = BoardState(parts=(part,), failures=tuple(failures))
         await self._link.call(Board.tell, update, self._attempt)
         await self.land(kind, file["path"])
 
@@ -222,7 +222,7 @@ class ShardEngines:
 
     def __init__(self, link: Link, attempt: Attempt) -> None:
         self._link, self._attempt = link, attempt
-        self._known = Engines()
+        self._known = EnginesState()
         self._clients: dict[str, EngineClient] = {}  # by URL
         self._suspect: set[str] = set()  # URLs
         self._lost: list[LostEngine] = []
@@ -250,7 +250,7 @@ class ShardEngines:
             progress_timeout_s=config.rollout.progress_timeout_s,
         )
 
-    async def take(self, engines: Engines) -> None:
+    async def take(self, engines: EnginesState) -> None:
         """Take over what the driver says, unless it is known. What engines end while they are given weights goes on after it."""
         if engines.number <= self._known.number:
             return
@@ -270,7 +270,7 @@ class ShardEngines:
         await asyncio.gather(*(client.close() for client in old.values() if client not in kept))
         if engines.updating:
             idle = Idle(self._attempt, engines.updates)
-            await self._link.call(Board.tell, State(idle=(idle,)), self._attempt)
+            await self._link.call(Board.tell, BoardState(idle=(idle,)), self._attempt)
         async with self._changed:
             self._changed.notify_all()
 
@@ -282,7 +282,7 @@ class ShardEngines:
         """Have the driver make engines ready. Raises EngineError if it cannot."""
         number, lost, self._lost = next(self._numbers), tuple(self._lost), []
         request = EngineRequest(self._attempt, number, lost)
-        await self._link.call(Board.tell, State(requests=(request,)), self._attempt)
+        await self._link.call(Board.tell, BoardState(requests=(request,)), self._attempt)
         async with self._changed:
             await self._changed.wait_for(lambda: number in self._replies)
         reason = self._replies[number].reason

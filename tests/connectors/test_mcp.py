@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from millrace.connectors.user_code.mcp_server import McpServer
+from millrace.connectors.user_code.mcp_server import McpConnection
 from millrace.connectors.user_code.mcp_tools import tool_schemas
 from millrace.connectors.user_code.session_pool import SessionPool
-from millrace.core.config.rollout import McpTools, Session
+from millrace.core.config.rollout import McpTools, SessionSection
 from millrace.core.errors import ConfigError
-from millrace.flows.preflight.check_model import Checkpoint
+from millrace.flows.preflight.check_model import ReadModel
 from millrace.flows.preflight.check_session import check_session
 from tests.support.session_driver import Driver, start
 
@@ -30,9 +30,11 @@ SERVER = [sys.executable, str(Path(__file__).parents[1] / "support" / "mcp_serve
 TIMEOUT_S = 15.0
 
 
-def settings(*tools: Any, **changed: Any) -> Session:
+def settings(*tools: Any, **changed: Any) -> SessionSection:
     function = {"function": "tests.support.session_functions:calls_in_order"}
-    return Session.model_validate({"timeout_s": TIMEOUT_S, "tools": tools, "function": function, **changed})
+    return SessionSection.model_validate(
+        {"timeout_s": TIMEOUT_S, "tools": tools, "function": function, **changed}
+    )
 
 
 def started(**options: Any) -> dict[str, Any]:
@@ -175,7 +177,7 @@ async def test_a_redirect_to_another_address_gets_no_header(elsewhere: bool) -> 
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
         settings = McpTools.model_validate({"mcp": {"url": url, "headers": {"x-secret": "a name"}}}).mcp
         with pytest.raises(ConfigError) as raised:
-            await McpServer(settings, "field").schemas()
+            await McpConnection(settings, "field").schemas()
     finally:
         await runner.cleanup()
     assert ("/mcp", "a name") in heard
@@ -196,7 +198,7 @@ async def test_calls_under_way_when_their_server_dies_are_answered(pool: Any) ->
 
 
 def test_check_lists_a_servers_tools_and_names_what_is_wrong() -> None:
-    model = Checkpoint()
+    model = ReadModel()
     given = settings(started(only=["add"]), {"mcp": {"command": ["no-such-program"]}}, history="append")
     (problem,) = check_session(given, model)
     assert names(model.tools) == ["add"]

@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from millrace.connectors.user_code import session_pool
 from millrace.connectors.user_code.session_pool import SessionPool
-from millrace.core.config.rollout import Sampling, Session
+from millrace.core.config.rollout import Sampling, SessionSection
 from millrace.core.sessions.interface import Task, Turn
-from millrace.core.sessions.pipe import End, Limit, Reply, Request, Start
+from millrace.core.sessions.pipe import End, ReachedLimit, Reply, Request, Start
 
 FUNCTIONS = "tests.support.client_functions"
 PROMPT = {"role": "user", "content": "1+1="}
@@ -35,7 +35,7 @@ class Driver:
         turn = self.texts[(len(self.asked) - 1) % len(self.texts)]
         await asyncio.sleep(self._delay)
         if len(self.asked) > self._most:
-            return Limit("rollout.session.max_turns = 2")
+            return ReachedLimit("rollout.session.max_turns = 2")
         made = Turn("all of it", "", [7], "completed", prompt_tokens=3)
         return replace(made, **(turn if isinstance(turn, dict) else {"content": turn}))
 
@@ -66,7 +66,7 @@ async def pool() -> AsyncIterator[SessionPool]:
         "function": {"function": f"{FUNCTIONS}:chosen"},
         "tools": ["tests.support.session_functions:add"],
     }
-    started = SessionPool(Session.model_validate(settings))
+    started = SessionPool(SessionSection.model_validate(settings))
     yield started
     started.close()
 

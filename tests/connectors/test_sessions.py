@@ -12,8 +12,8 @@ import pytest
 
 from millrace.connectors.user_code import session_pool
 from millrace.connectors.user_code.session_pool import SessionLostError, SessionPool
-from millrace.core.config.rollout import Session
-from millrace.core.sessions.pipe import BranchStart, Call, End, Reply, Request, Start
+from millrace.core.config.rollout import SessionSection
+from millrace.core.sessions.pipe import BranchStart, CallTool, End, Reply, Request, Start
 from millrace.core.sessions.tree import BranchReward
 from tests.support.session_driver import Driver, start
 from tests.support.slow_members import slow_but
@@ -35,7 +35,9 @@ async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
                 "options": settings.pop("options", {}),
             }
         tools = [f"{FUNCTIONS}:{name}" for name in settings.pop("tools", ())]
-        pool = SessionPool(Session.model_validate({"timeout_s": TIMEOUT_S, "tools": tools, **settings}))
+        pool = SessionPool(
+            SessionSection.model_validate({"timeout_s": TIMEOUT_S, "tools": tools, **settings})
+        )
         made.append(pool)
         return pool
 
@@ -132,7 +134,7 @@ async def test_what_a_tool_gives_or_raises_is_an_answer(make_pool: Make, tool: s
     driver = Driver()
     names = [name for name in ANSWERS if name != "unknown"]
     await make_pool("calls", options={"tool": tool, **arguments}, tools=names).run(start(), driver.handle)
-    (call,) = (request for request in driver.asked if isinstance(request, Call))
+    (call,) = (request for request in driver.asked if isinstance(request, CallTool))
     assert (call.tool, call.arguments) == (tool, arguments)
     assert driver.answers[0].startswith(answer)
 
@@ -164,7 +166,7 @@ async def test_a_tool_that_takes_its_process_with_it_is_to_blame(make_pool: Make
         assert driver.answers == ["spin gave no answer within 2 s"]
     else:
         assert lost.value.blamed
-        assert isinstance(driver.asked[-1], Call)
+        assert isinstance(driver.asked[-1], CallTool)
 
 
 async def test_a_killed_process_blames_nobody_and_the_next_session_gets_another(make_pool: Make) -> None:

@@ -16,7 +16,7 @@ from millrace.core.accounts.history import GroupOutcome, IterationHistory
 from millrace.core.accounts.ledger import Draw, Ledger
 from millrace.core.accounts.source_parts import SourcePlan, source_and_level
 from millrace.core.accounts.staleness import Ahead
-from millrace.core.config.data import Levels, Pools, Stage
+from millrace.core.config.data import CurriculumStage, Levels, Pools
 from millrace.core.contracts.sample import Verdict
 
 VERDICTS: list[Verdict] = ["kept", "dropped", "returned"]
@@ -106,9 +106,9 @@ def test_a_pool_that_would_take_no_row_takes_all() -> None:
 
 def test_stages_end_by_iterations_or_by_reward() -> None:
     stages = [
-        Stage(weights={"easy": 1}, iterations=2),
-        Stage(weights={"easy": 1, "hard": 3}, reward=0.8, groups=8),
-        Stage(weights={"hard": 1}),
+        CurriculumStage(weights={"easy": 1}, iterations=2),
+        CurriculumStage(weights={"easy": 1, "hard": 3}, reward=0.8, groups=8),
+        CurriculumStage(weights={"hard": 1}),
     ]
     ledger = Ledger(0, {"easy": (1.0, 500), "hard": (1.0, 500), "other": (9.0, 500)}, stages=stages)
     shares = []
@@ -124,7 +124,10 @@ def test_stages_end_by_iterations_or_by_reward() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_levels_and_stages_show_as_many_iterations_later_as_runs_may_be_ahead(ahead: int) -> None:
-    stages = [Stage(weights={"sums": 1}, iterations=2), Stage(weights={"other": 1, "sums": 1})]
+    stages = [
+        CurriculumStage(weights={"sums": 1}, iterations=2),
+        CurriculumStage(weights={"other": 1, "sums": 1}),
+    ]
     sources = levelled(Levels(last=1, window=1, groups=4)) | {"other": SourcePlan(1.0, 500)}
     ledger = Ledger(0, sources, stages=stages, ahead=Ahead(((0, ahead),)))
     waiting: list[IterationHistory] = []
@@ -145,9 +148,9 @@ def test_levels_and_stages_show_as_many_iterations_later_as_runs_may_be_ahead(ah
 def test_prompts_that_were_drawn_in_the_stage_before_do_not_end_a_stage() -> None:
     """Iterations under way count for the stage that drew them, else a stage would end before a prompt of it is scored."""
     stages = [
-        Stage(weights={"easy": 1}, reward=0.8, groups=4),
-        Stage(weights={"easy": 1, "hard": 1}, reward=0.8, groups=4),
-        Stage(weights={"last": 1}),
+        CurriculumStage(weights={"easy": 1}, reward=0.8, groups=4),
+        CurriculumStage(weights={"easy": 1, "hard": 1}, reward=0.8, groups=4),
+        CurriculumStage(weights={"last": 1}),
     ]
     sources = {name: SourcePlan(1.0, 500) for name in ("easy", "hard", "last")}
     ledger = Ledger(0, sources, stages=stages, ahead=Ahead(((0, 1),)))
@@ -183,7 +186,13 @@ policies_ = st.sampled_from(
     ]
 )
 stages_ = st.sampled_from(
-    [[], [Stage(weights={"a": 1}, iterations=2), Stage(weights={"a": 1, "b": 1}, reward=0.5, groups=4)]]
+    [
+        [],
+        [
+            CurriculumStage(weights={"a": 1}, iterations=2),
+            CurriculumStage(weights={"a": 1, "b": 1}, reward=0.5, groups=4),
+        ],
+    ]
 )
 
 
@@ -196,7 +205,11 @@ stages_ = st.sampled_from(
     st.data(),
 )
 def test_over_any_history_a_restarted_process_draws_the_same(
-    plans: dict[str, SourcePlan], stages: list[Stage], sizes: list[tuple[int, int]], lag: int, data: Any
+    plans: dict[str, SourcePlan],
+    stages: list[CurriculumStage],
+    sizes: list[tuple[int, int]],
+    lag: int,
+    data: Any,
 ) -> None:
     """Also where iterations are drawn before the ones before them are committed."""
     stages = stages if "b" in plans else []

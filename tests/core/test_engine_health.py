@@ -6,19 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.engine_health import TRANSITIONS, EngineHealth, Event, State
+from millrace.core.engine_health import TRANSITIONS, EngineEvent, EngineHealth, EngineState
 
-EVENTS = st.lists(st.tuples(st.sampled_from(list(Event)), st.integers(0, 3)), max_size=30)
-
-
-def told(health: EngineHealth, event: Event, version: int) -> EngineHealth:
-    return health.after(event, version if event is Event.CONFIRMED else None)
+EVENTS = st.lists(st.tuples(st.sampled_from(list(EngineEvent)), st.integers(0, 3)), max_size=30)
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("event", Event)
-def test_every_event_in_every_state_follows_the_table_or_is_refused(state: State, event: Event) -> None:
-    health = EngineHealth(state, 5 if state is State.SERVING else None)
+def told(health: EngineHealth, event: EngineEvent, version: int) -> EngineHealth:
+    return health.after(event, version if event is EngineEvent.CONFIRMED else None)
+
+
+@pytest.mark.parametrize("state", EngineState)
+@pytest.mark.parametrize("event", EngineEvent)
+def test_every_event_in_every_state_follows_the_table_or_is_refused(
+    state: EngineState, event: EngineEvent
+) -> None:
+    health = EngineHealth(state, 5 if state is EngineState.SERVING else None)
     if (state, event) in TRANSITIONS:
         assert told(health, event, 5).state is TRANSITIONS[state, event]
     else:
@@ -29,15 +31,15 @@ def test_every_event_in_every_state_follows_the_table_or_is_refused(state: State
 def test_the_whole_life() -> None:
     health = EngineHealth()
     for event, expected in [
-        (Event.STARTED, State.STARTING),
-        (Event.ANSWERED, State.REFITTING),
-        (Event.REFIT, State.REFITTING),
-        (Event.CONFIRMED, State.SERVING),
-        (Event.LOST_REQUEST, State.SUSPECT),
-        (Event.ANSWERED, State.REFITTING),
-        (Event.CONFIRMED, State.SERVING),
-        (Event.REFIT, State.REFITTING),
-        (Event.DIED, State.DEAD),
+        (EngineEvent.STARTED, EngineState.STARTING),
+        (EngineEvent.ANSWERED, EngineState.REFITTING),
+        (EngineEvent.REFIT, EngineState.REFITTING),
+        (EngineEvent.CONFIRMED, EngineState.SERVING),
+        (EngineEvent.LOST_REQUEST, EngineState.SUSPECT),
+        (EngineEvent.ANSWERED, EngineState.REFITTING),
+        (EngineEvent.CONFIRMED, EngineState.SERVING),
+        (EngineEvent.REFIT, EngineState.REFITTING),
+        (EngineEvent.DIED, EngineState.DEAD),
     ]:
         health = told(health, event, 1)
         assert health.state is expected
@@ -45,7 +47,7 @@ def test_the_whole_life() -> None:
 
 @given(EVENTS)
 def test_an_engine_serves_only_what_it_confirmed_since_anything_else_happened(
-    events: list[tuple[Event, int]],
+    events: list[tuple[EngineEvent, int]],
 ) -> None:
     health, confirmed = EngineHealth(), None
     for event, version in events:
@@ -53,17 +55,17 @@ def test_an_engine_serves_only_what_it_confirmed_since_anything_else_happened(
             health = told(health, event, version)
         except ValueError:
             continue
-        if event is Event.CONFIRMED:
+        if event is EngineEvent.CONFIRMED:
             confirmed = version
-        elif event is not Event.ANSWERED:
+        elif event is not EngineEvent.ANSWERED:
             confirmed = None
         assert [v for v in range(4) if health.serves(v)] == ([] if confirmed is None else [confirmed])
-        assert (health.version is None) == (health.state is not State.SERVING)
+        assert (health.version is None) == (health.state is not EngineState.SERVING)
 
 
 def test_a_version_comes_with_a_confirmation_only() -> None:
-    ready = EngineHealth(State.REFITTING)
+    ready = EngineHealth(EngineState.REFITTING)
     with pytest.raises(ValueError, match="only with one"):
-        ready.after(Event.CONFIRMED)
+        ready.after(EngineEvent.CONFIRMED)
     with pytest.raises(ValueError, match="only with one"):
-        ready.after(Event.ANSWERED, 3)
+        ready.after(EngineEvent.ANSWERED, 3)

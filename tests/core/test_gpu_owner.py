@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.gpu_owner import Event, GpuOwner, Holder
+from millrace.core.gpu_owner import GpuOwner, Holder, HolderEvent
 
 FREE, TRAINER, HANDING_OVER, ENGINES = Holder
 TABLE = {  # what each event makes of free, trainer, handing_over, engines; None must not happen
-    Event.ENGINES_SLEPT: (FREE, TRAINER, FREE, FREE),
-    Event.TRAINER_OFFLOADED: (FREE, FREE, HANDING_OVER, ENGINES),
-    Event.TRAINER_TOOK: (TRAINER, TRAINER, None, None),
-    Event.UPDATE_BEGAN: (HANDING_OVER, None, HANDING_OVER, HANDING_OVER),
-    Event.ENGINES_WOKE: (ENGINES, None, ENGINES, ENGINES),
-    Event.TRAINER_DIED: (FREE, FREE, HANDING_OVER, ENGINES),
-    Event.ENGINE_DIED: (FREE, TRAINER, HANDING_OVER, ENGINES),
+    HolderEvent.ENGINES_SLEPT: (FREE, TRAINER, FREE, FREE),
+    HolderEvent.TRAINER_OFFLOADED: (FREE, FREE, HANDING_OVER, ENGINES),
+    HolderEvent.TRAINER_TOOK: (TRAINER, TRAINER, None, None),
+    HolderEvent.UPDATE_BEGAN: (HANDING_OVER, None, HANDING_OVER, HANDING_OVER),
+    HolderEvent.ENGINES_WOKE: (ENGINES, None, ENGINES, ENGINES),
+    HolderEvent.TRAINER_DIED: (FREE, FREE, HANDING_OVER, ENGINES),
+    HolderEvent.ENGINE_DIED: (FREE, TRAINER, HANDING_OVER, ENGINES),
 }
 CASES = [
     (holder, event, following)
@@ -26,11 +26,11 @@ CASES = [
 
 
 def test_the_table_has_every_event() -> None:
-    assert set(TABLE) == set(Event)
+    assert set(TABLE) == set(HolderEvent)
 
 
 @pytest.mark.parametrize(("holder", "event", "following"), CASES)
-def test_what_follows(holder: Holder, event: Event, following: Holder | None) -> None:
+def test_what_follows(holder: Holder, event: HolderEvent, following: Holder | None) -> None:
     owner = GpuOwner(holder)
     if following is None:
         with pytest.raises(ValueError, match=f"{event} while GPU memory is held: {holder}"):
@@ -39,8 +39,8 @@ def test_what_follows(holder: Holder, event: Event, following: Holder | None) ->
         assert owner.after(event).holder is following
 
 
-@given(st.lists(st.sampled_from(Event)))
-def test_the_side_that_takes_memory_finds_that_the_other_gave_it_back(events: list[Event]) -> None:
+@given(st.lists(st.sampled_from(HolderEvent)))
+def test_the_side_that_takes_memory_finds_that_the_other_gave_it_back(events: list[HolderEvent]) -> None:
     """A plain account of both sides' memory: after any history that the machine allows, never both hold all of theirs."""
     owner, trainer, engines = GpuOwner(), False, False
     for event in events:
@@ -49,14 +49,14 @@ def test_the_side_that_takes_memory_finds_that_the_other_gave_it_back(events: li
         except ValueError:
             continue
         trainer = {
-            Event.TRAINER_TOOK: True,
-            Event.TRAINER_OFFLOADED: False,
-            Event.TRAINER_DIED: False,
+            HolderEvent.TRAINER_TOOK: True,
+            HolderEvent.TRAINER_OFFLOADED: False,
+            HolderEvent.TRAINER_DIED: False,
         }.get(event, trainer)
         engines = {
-            Event.UPDATE_BEGAN: True,
-            Event.ENGINES_WOKE: True,
-            Event.ENGINES_SLEPT: False,
+            HolderEvent.UPDATE_BEGAN: True,
+            HolderEvent.ENGINES_WOKE: True,
+            HolderEvent.ENGINES_SLEPT: False,
         }.get(event, engines)
         assert not (trainer and engines)
         assert trainer == (owner.holder is Holder.TRAINER)

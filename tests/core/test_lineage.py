@@ -13,9 +13,9 @@ from millrace.core.accounts.lineage import (
     Drawn,
     Generated,
     Judged,
-    Said,
-    Scored,
+    RewardRow,
     StoredIteration,
+    StoredTurn,
     Trained,
     inconsistencies,
 )
@@ -218,10 +218,10 @@ def test_what_disagrees_is_named_with_its_iteration(expected: str, break_: Calla
     [
         (Drawn, "prompts"),
         (Generated, "rollouts"),
-        (Scored, "rewards"),
+        (RewardRow, "rewards"),
         (Judged, "verdicts"),
         (Trained, "batch"),
-        (Said, "turns"),
+        (StoredTurn, "turns"),
     ],
 )
 def test_the_rows_are_columns_of_their_tables(row: type, kind: str) -> None:

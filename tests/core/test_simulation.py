@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.flows.planning.compare import Machine, Recorded, Row, calibrated, verdicts, ways
-from millrace.flows.planning.engines import Answer, Engine
-from millrace.flows.planning.pipeline import Layout, Mode, Outcome, replay
-from millrace.flows.planning.recorded import Group, Request, Seconds, Speed, fit_speed
+from millrace.flows.planning.compare import ComparedWay, Machine, RecordedRun, calibrated, verdicts, ways
+from millrace.flows.planning.engines import SimulatedEngine, SimulatedRequest
+from millrace.flows.planning.pipeline import Mode, SimulatedLayout, SimulatedRun, replay
+from millrace.flows.planning.recorded import Group, RecordedRequest, Seconds, Speed, fit_speed
 
 EVEN = [Group((100, 100)) for _ in range(8)]
 PHASES = Seconds(draw=0.1, ready=0.2, score=0.3, train=3, sync=0.5, checkpoint=0.4, evaluate=0.25, rest=0.25)
 A_SECOND = Speed(0.01, 0.0)  # for 100 tokens
 
 
-def layout(seconds: Seconds, speed: Speed = A_SECOND, engines: int = 1, places: int = 100) -> Layout:
-    return Layout(engines, places, speed, seconds)
+def layout(seconds: Seconds, speed: Speed = A_SECOND, engines: int = 1, places: int = 100) -> SimulatedLayout:
+    return SimulatedLayout(engines, places, speed, seconds)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_no_token_is_older_than_the_bound(ahead: int, staleness: int, select: st
     assert 0 <= found.engines_idle <= 1
 
 
-def recorded(train: float, speed: Speed, groups: list[Group]) -> Recorded:
+def recorded(train: float, speed: Speed, groups: list[Group]) -> RecordedRun:
     """On one shared GPU."""
     machine = Machine(1, 1, 1, colocated=True, places=1000)
-    return Recorded(groups, 8, Seconds(train=train), speed, machine, 0.0)
+    return RecordedRun(groups, 8, Seconds(train=train), speed, machine, 0.0)
 
 
-def best(rows: list[Row], layout: str) -> float:
+def best(rows: list[ComparedWay], layout: str) -> float:
     return min(
         row.outcome.iteration_s
         for row in rows
@@ -153,7 +153,7 @@ def test_new_weights_read_the_answers_under_way_again() -> None:
 
 def test_an_answer_that_was_cut_is_read_before_it_goes_on() -> None:
     """A token read takes as long as one more running request: 0.001 s. One made takes 0.011 s."""
-    engine, answer = Engine(Speed(0.01, 0.001), places=2), Answer(0, 1000)
+    engine, answer = SimulatedEngine(Speed(0.01, 0.001), places=2), SimulatedRequest(0, 1000)
     engine.put(answer, (0, 0))
     assert engine.next_s() == pytest.approx(11.0)
     engine.pass_time(5.5)
@@ -192,8 +192,8 @@ def test_an_answer_that_was_cut_is_read_before_it_goes_on() -> None:
     ],
 )
 def test_what_is_said_of_two_times(shared_s: float, split_s: float, says: str) -> None:
-    def row(name: str, seconds: float, mode: Mode) -> Row:
-        return Row(2, name, name == "colocated", mode, Outcome(seconds, 0.0, 0.0, 1.0, 1))
+    def row(name: str, seconds: float, mode: Mode) -> ComparedWay:
+        return ComparedWay(2, name, name == "colocated", mode, SimulatedRun(seconds, 0.0, 0.0, 1.0, 1))
 
     rows = [row("colocated", shared_s, Mode()), row("1 + 1", 1.0, Mode()), row("1 + 1", split_s, Mode(1, 1))]
     (said,) = verdicts(rows)
@@ -214,14 +214,14 @@ def test_a_fit_finds_the_speed_that_made_the_intervals() -> None:
     speed, requests = Speed(0.01, 0.002), []
     for start, running in ((0.0, 1), (100.0, 4), (200.0, 16)):
         for _ in range(running):
-            requests.append(Request("e", (start, start + speed.time_of(50, running, 0)), 50))
+            requests.append(RecordedRequest("e", (start, start + speed.time_of(50, running, 0)), 50))
     found = fit_speed(requests)
     assert found.base == pytest.approx(speed.base)
     assert found.each == pytest.approx(speed.each)
     assert found.context == 0
     assert fit_speed(requests[:1]).seconds(1, 0) == pytest.approx(0.012)
     with pytest.raises(ValueError, match="no answers"):
-        fit_speed([Request("e", (0.0, 1.0), 0)])
+        fit_speed([RecordedRequest("e", (0.0, 1.0), 0)])
 
 
 @pytest.mark.parametrize(("running", "tokens", "made"), [(1, 0.0, 1000.0), (64, 5000.0, 30.0), (3, 7.0, 0.5)])
@@ -248,7 +248,7 @@ def test_a_fit_finds_what_long_contexts_cost() -> None:
             now += speed.time_of(length - made, running, tokens)
             tokens += running * (length - made) - length
             made, running = length, running - 1
-            requests.append(Request("e", (start, now), length))
+            requests.append(RecordedRequest("e", (start, now), length))
     found = fit_speed(requests)
     for running, tokens in ((8, 20_000.0), (64, 20_000.0), (128, 100_000.0)):
         assert found.seconds(running, tokens) == pytest.approx(speed.seconds(running, tokens), rel=0.1)

@@ -22,7 +22,7 @@ import torch
 from millrace.connectors.huggingface.tiny import build_tiny_model, build_tokenizer
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.algorithms.group_advantages import group_relative
-from millrace.core.config.rollout import Session
+from millrace.core.config.rollout import SessionSection
 from millrace.core.sessions.tree import BranchReward
 from tests.examples.test_pages import ROOT, blocks
 from tests.support.flow_runs import Workplace, make_workplace
@@ -200,7 +200,7 @@ async def play(
 ) -> tuple[Mapping[int, BranchReward], list[list[dict[str, Any]]]]:
     """A rollout of an example in a process of rollouts, answered from a list: its end, and what was shown before each turn."""
     monkeypatch.syspath_prepend(str(EXAMPLES / folder))
-    pool = SessionPool(Session.model_validate({"function": function}))
+    pool = SessionPool(SessionSection.model_validate({"function": function}))
     try:
         driver = Driver(texts)
         end = await pool.run(start(**task), driver.handle)

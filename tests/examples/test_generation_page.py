@@ -10,11 +10,11 @@ import yaml
 
 from millrace import Session, Task
 from millrace.core.config import RunConfig
-from millrace.core.config.rollout import Session as Settings
+from millrace.core.config.rollout import SessionSection as Settings
 from millrace.core.sessions.forms import act_in
 from millrace.core.sessions.interface import Turn
 from millrace.core.sessions.live import LiveSession, Shared
-from millrace.core.sessions.pipe import Call, Generate, MakeCall, Noted, Reply, Request
+from millrace.core.sessions.pipe import CallTool, Generate, MakeCall, Noted, Reply, Request
 from millrace.core.sessions.tools import LoadedTool
 from tests.examples.test_pages import ROOT, blocks
 
@@ -47,7 +47,7 @@ class Answers:
             case Generate():
                 text = self.texts.pop(0)
                 return Turn(text, text, [1], "completed")
-            case Call():
+            case CallTool():
                 return MakeCall(0)
         return Noted()
 

@@ -13,12 +13,12 @@ from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tiny import TOOL_TEMPLATE, build_tiny_model, build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config import RunConfig
-from millrace.core.config.rollout import Session
+from millrace.core.config.rollout import SessionSection
 from millrace.core.errors import ConfigError
 from millrace.core.sessions.tools import load_tools
 from millrace.flows.preflight.check import check
 
-TOOLS = Session.model_validate({"tools": ["tests.support.session_functions:add"]}).tools
+TOOLS = SessionSection.model_validate({"tools": ["tests.support.session_functions:add"]}).tools
 PROBLEM: Problem = {
     "prompt": "2+3+4",
     "label": "9",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.core.sessions.interface import Task, Turn
-from millrace.core.sessions.pipe import Call, Called, Generate, MakeCall, Noted, Reply, Request, Start
+from millrace.core.sessions.pipe import Called, CallTool, Generate, MakeCall, Noted, Reply, Request, Start
 
 
 class Driver:
@@ -22,7 +22,7 @@ class Driver:
             case Generate():
                 text = self.texts[min(len(self.shown), len(self.texts)) - 1]
                 return Turn(text, text, [len(text)], "completed")
-            case Call():
+            case CallTool():
                 return MakeCall(len(self.asked))
         return Noted()
 

@@ -16,7 +16,7 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.mcp_tools import tool_schemas
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
-from millrace.core.config.rollout import Session
+from millrace.core.config.rollout import SessionSection
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.hooks.slime.arguments import OF_GENERATION
 from millrace.tasks.generation.failures import FailureBudget
@@ -66,7 +66,7 @@ class EnginePlace:
             "rollout": {"sampling": sampling},
         }
         config = RunConfig.model_validate(values)
-        settings = Session.model_validate({"timeout_s": 60, "max_turns": 6, **session})
+        settings = SessionSection.model_validate({"timeout_s": 60, "max_turns": 6, **session})
         self._tokenizer = PromptTokenizer.load(config.model)
         self.pool = SessionPool(settings)
 

@@ -13,7 +13,7 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
-from millrace.core.config.rollout import Sampling, Session
+from millrace.core.config.rollout import Sampling, SessionSection
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.sessions.tools import load_tools
 from millrace.tasks.generation.failures import FailureBudget
@@ -70,7 +70,7 @@ class Place:
                     settings[form] if isinstance(settings[form], tuple) else (settings[form], {})
                 )
                 settings[form] = {"function": f"{FUNCTIONS}:{function}", "options": options}
-        self.settings = Session.model_validate({"timeout_s": 2, "tools": tools, **settings})
+        self.settings = SessionSection.model_validate({"timeout_s": 2, "tools": tools, **settings})
         self.pool = SessionPool(self.settings)
         self.engines, self.rows = engines, list[TurnRow]()
         schemas = [tool.schema for tool in load_tools(self.settings.tools).values()]

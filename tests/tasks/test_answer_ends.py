@@ -23,7 +23,7 @@ from millrace.core.config.model import Model
 from millrace.core.errors import EngineError
 from millrace.core.families.ends import engine_ends, name_ends
 from millrace.flows.preflight.check_ends import answer_ends
-from millrace.flows.preflight.check_model import Checkpoint, check_model
+from millrace.flows.preflight.check_model import ReadModel, check_model
 from tests.support.chat_templates import tokenizer_of
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -123,7 +123,7 @@ def test_requests_and_exports_name_what_a_models_files_do_not(
     stops = {*made.ends.engine, *made.ends.added}
     assert {end, made.tokenizer.eos_token_id} <= stops  # an engine stops at what was trained
 
-    found = Checkpoint()
+    found = ReadModel()
     config: RunConfig = make_config(model={"path": str(tmp_path)})
     list(check_model(config, False, found))
     assert answer_ends(config, found) == made.ends  # what check says is what a run does

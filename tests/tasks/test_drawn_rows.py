@@ -20,7 +20,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined
 from millrace.core.errors import DataError
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.first_rows import CheckedRows
 from millrace.tasks.data.prompt_dataset import PromptDataset
 from millrace.tasks.data.rows import UsablePrompt
 
@@ -198,7 +198,7 @@ def test_a_row_of_megabytes_is_set_aside_without_its_tokens(
     assert (refused.row, refused.reason.partition(",")[0]) == (1, f"too long: {3 << 20} characters")
     assert len(seen) >= 4
     assert max(seen) < 100
-    rows = FirstRows("data.sources.a", config.data.sources[0])
+    rows = CheckedRows("data.sources.a", config.data.sources[0])
     assert rows.read() == []
     assert rows.set_aside(config.data.max_prompt_tokens) == []
     assert (len(rows.usable), [item.row for item in rows.unusable]) == (4, [1])
@@ -210,7 +210,7 @@ def test_a_source_without_rows_says_so(tmp_path: Path) -> None:
     config = configured(path)(0)
     with pytest.raises(DataError, match="source a: holds no rows; .* correct the slice"):
         PromptDataset(config, PromptTokenizer(build_tokenizer()))
-    [problem] = FirstRows("data.sources.a", config.data.sources[0]).read()
+    [problem] = CheckedRows("data.sources.a", config.data.sources[0]).read()
     assert (problem.field, problem.reason) == ("data.sources.a.path", "holds no rows")
 
 

@@ -19,7 +19,7 @@ from millrace.core.tracker import Tracker
 from millrace.tasks.context import IterationContext
 from millrace.tasks.reporting import report
 from millrace.tasks.reporting.report import _headline, _key, _name, run_tags
-from millrace.tasks.runtime.tracking import Tracking
+from millrace.tasks.runtime.tracking import Trackers
 
 
 def test_the_last_iteration_is_n_of_n(make_config: Callable[..., RunConfig]) -> None:
@@ -110,7 +110,7 @@ async def test_trackers_get_a_figure_that_may_always_be_0_once_it_is_not(
 ) -> None:
     """Also of a run that goes on: what its iterations held is read first."""
     logged: list[dict[str, float]] = []
-    tracking = Tracking(make_config())
+    tracking = Trackers(make_config())
     tracking.trackers["tensorboard"] = cast(
         Tracker, SimpleNamespace(log_metrics=lambda metrics, step: logged.append(dict(metrics)))
     )

@@ -18,7 +18,7 @@ from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.data import Source
 from millrace.core.config.filter import Filter
-from millrace.core.config.rollout import McpServer, Session
+from millrace.core.config.rollout import McpServer, SessionSection
 from millrace.core.config.secret_rules import is_replaced
 from millrace.core.contracts.rows.prompts import Quarantined
 from millrace.core.errors import ConfigError, DataError
@@ -159,7 +159,7 @@ async def make() -> AsyncIterator[Callable[..., SessionPool]]:
     made: list[SessionPool] = []
 
     def pool(**settings: Any) -> SessionPool:
-        made.append(SessionPool(Session.model_validate({"timeout_s": 30, **settings})))
+        made.append(SessionPool(SessionSection.model_validate({"timeout_s": 30, **settings})))
         return made[-1]
 
     yield pool

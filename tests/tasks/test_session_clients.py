@@ -18,7 +18,7 @@ from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
-from millrace.core.config.rollout import Sampling, Session
+from millrace.core.config.rollout import Sampling, SessionSection
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.hooks.slime.arguments import OF_GENERATION
 from millrace.tasks.generation.failures import FailureBudget
@@ -78,7 +78,7 @@ def run_function(
     async def made(
         function: str, stored: Sequence[TurnRow] = (), metadata: Any = None, **options: Any
     ) -> tuple[list[MadeSample], list[TurnRow], Engines]:
-        settings = Session.model_validate({"function": {"function": function, "options": options}})
+        settings = SessionSection.model_validate({"function": {"function": function, "options": options}})
         key = f"{function} {options}"
         pool = pools[key] = pools.get(key) or SessionPool(settings)
         engines, rows, sampling = Engines(), list[TurnRow](), Sampling()

@@ -16,13 +16,13 @@ from millrace.connectors.storage.parts import write_part
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.task_records import FileRecord
-from millrace.core.contracts.topics import Batch, Evaluation
+from millrace.core.contracts.topics import Batch, EvaluationTopic
 from millrace.core.errors import BudgetError, EngineError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import rollout_budget
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.shards.attempts import Attempts, DriverSide, on_ray
-from millrace.tasks.shards.board import Attempt, Board, Failure, Link, Part, ShardReplacedError, State
+from millrace.tasks.shards.board import Attempt, Board, BoardState, Failure, Link, Part, ShardReplacedError
 from millrace.tasks.shards.shard import ShardStream
 from millrace.tasks.stream import Stream
 from tests.support.local_board import TOKEN, LocalBoard, facts
@@ -36,8 +36,8 @@ def file(name: str) -> FileRecord:
     return FileRecord(path=f"rollouts/{name}", sha256="", size=0, rows=1, table="rollouts")
 
 
-def part(name: str) -> State:
-    return State(parts=(Part("rollouts", f"rollouts/{name}", 0, file(name)),))
+def part(name: str) -> BoardState:
+    return BoardState(parts=(Part("rollouts", f"rollouts/{name}", 0, file(name)),))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_an_attempt_that_was_replaced_writes_nothing(board: Board) -> None:
     with pytest.raises(ShardReplacedError, match="does not wait for this attempt of shard 0 of rollout"):
         board.tell(TOKEN, TOPIC, part("b"), first)
     board.tell(TOKEN, TOPIC, part("c"), second)
-    board.tell(TOKEN, TOPIC, State(), other)
+    board.tell(TOKEN, TOPIC, BoardState(), other)
     told = board.wait(TOKEN, TOPIC, 0, 0)
     assert [each.path for each in told.parts] == ["rollouts/a", "rollouts/c"]
 
@@ -93,10 +93,10 @@ def test_an_attempt_on_a_topic_that_is_opened_again_is_replaced_and_learns_it(
 
 
 def test_the_batch_of_an_iteration_and_its_evaluation_have_states_of_their_own(board: Board) -> None:
-    evaluation = Evaluation(INDEX, done=INDEX, version=2, task="evaluate_before")
+    evaluation = EvaluationTopic(INDEX, done=INDEX, version=2, task="evaluate_before")
     board.open(TOKEN, evaluation)
-    board.tell(TOKEN, evaluation, State(released=3))
-    assert board.wait(TOKEN, TOPIC, 0, 0) == State()
+    board.tell(TOKEN, evaluation, BoardState(released=3))
+    assert board.wait(TOKEN, TOPIC, 0, 0) == BoardState()
     assert board.revision(TOKEN, evaluation) == 1
 
 
@@ -111,7 +111,7 @@ def test_a_driver_and_shards_whose_board_is_another_drivers_learn_it_and_change_
         "close": lambda: board.close(TOKEN, TOPIC),
         "start": lambda: board.start(TOKEN, TOPIC, attempt),
         "give_up": lambda: board.give_up(TOKEN, TOPIC, attempt),
-        "tell": lambda: board.tell(TOKEN, TOPIC, State(settled=True), attempt),
+        "tell": lambda: board.tell(TOKEN, TOPIC, BoardState(settled=True), attempt),
         "wait": lambda: board.wait(TOKEN, TOPIC, 0, 0),
         "revision": lambda: board.revision(TOKEN, TOPIC),
     }
@@ -119,17 +119,17 @@ def test_a_driver_and_shards_whose_board_is_another_drivers_learn_it_and_change_
     for call in calls.values():
         with pytest.raises(ShardReplacedError, match="gone"):
             call()
-    assert board.wait(TOKEN + 1, TOPIC, 0, 0) == State()
+    assert board.wait(TOKEN + 1, TOPIC, 0, 0) == BoardState()
 
 
 def test_who_waits_gets_an_update_at_once(board: Board) -> None:
-    heard: list[State] = []
+    heard: list[BoardState] = []
     waiting = threading.Thread(target=lambda: heard.append(board.wait(TOKEN, TOPIC, 0, 60)))
     waiting.start()
-    board.tell(TOKEN, TOPIC, State(released=3))
+    board.tell(TOKEN, TOPIC, BoardState(released=3))
     waiting.join(timeout=10)
-    assert heard == [State(revision=1, released=3)]
-    assert board.wait(TOKEN, TOPIC, 1, 0.01) == State(revision=1)
+    assert heard == [BoardState(revision=1, released=3)]
+    assert board.wait(TOKEN, TOPIC, 1, 0.01) == BoardState(revision=1)
 
 
 ENDINGS: dict[str, Callable[[Board, Attempt], None]] = {

@@ -15,14 +15,14 @@ from millrace.core.contracts.topics import Batch
 from millrace.tasks.shards.board import (
     Attempt,
     Board,
+    BoardState,
     EngineReply,
     EngineRequest,
-    Engines,
+    EnginesState,
     Failure,
     Idle,
     LostEngine,
     Part,
-    State,
     merge,
 )
 from tests.support.local_board import TOKEN, LocalBoard
@@ -45,9 +45,9 @@ VALUES: Mapping[
     "deferred": (None, 0, 0),
     "settled": (False, True, True),
     "engines": (
-        Engines(1, (ENGINE,), (EngineReply(FIRST, 1),)),
-        Engines(2, (ENGINE,), (EngineReply(FIRST, 1),), updates=1, updating=True),
-        newest := Engines(3, (), (EngineReply(FIRST, 1), EngineReply(SECOND, 1, "none")), updates=1),
+        EnginesState(1, (ENGINE,), (EngineReply(FIRST, 1),)),
+        EnginesState(2, (ENGINE,), (EngineReply(FIRST, 1),), updates=1, updating=True),
+        newest := EnginesState(3, (), (EngineReply(FIRST, 1), EngineReply(SECOND, 1, "none")), updates=1),
         newest,
     ),
     "parts": (
@@ -69,20 +69,20 @@ VALUES: Mapping[
     ),
     "idle": ((Idle(FIRST, 1),), (Idle(SECOND, 1),), (Idle(FIRST, 1), Idle(SECOND, 1))),
 }
-UPDATES = [State(**{name: value}) for name, values in VALUES.items() for value in values[:-1]]
+UPDATES = [BoardState(**{name: value}) for name, values in VALUES.items() for value in values[:-1]]
 
 
-def plain(state: State) -> dict[str, Any]:
+def plain(state: BoardState) -> dict[str, Any]:
     """Without the order of what is a set, and without the count of updates."""
     found = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "revision"}
     return {name: frozenset(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
-WHOLE = plain(State(**{name: values[-1] for name, values in VALUES.items()}))
+WHOLE = plain(BoardState(**{name: values[-1] for name, values in VALUES.items()}))
 
 
 def test_every_field_has_a_row() -> None:
-    assert {"revision", *VALUES} == {each.name for each in fields(State)}
+    assert {"revision", *VALUES} == {each.name for each in fields(BoardState)}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,7 +91,7 @@ def test_neither_the_order_of_updates_nor_a_repetition_matters(seed: int) -> Non
     updates = [*UPDATES, *numbers.sample(UPDATES, 5)]
     numbers.shuffle(updates)
     assert plain(merge(updates)) == WHOLE
-    known = State()
+    known = BoardState()
     while updates:  # in groups, each merged before
         some = [updates.pop() for _ in range(min(len(updates), numbers.randrange(1, 5)))]
         known = merge([merge(some), known, merge(some)])
@@ -99,7 +99,7 @@ def test_neither_the_order_of_updates_nor_a_repetition_matters(seed: int) -> Non
 
 
 def test_what_is_known_is_never_taken_back() -> None:
-    known = State()
+    known = BoardState()
     for update in [*UPDATES, *reversed(UPDATES)]:
         after = merge([known, update])
         assert plain(merge([known, after])) == plain(after)
@@ -108,33 +108,37 @@ def test_what_is_known_is_never_taken_back() -> None:
 
 def test_parts_keep_the_order_in_which_they_became_known() -> None:
     a, b, c = (Part("rollouts", name) for name in "abc")
-    assert merge([State(parts=(b,)), State(parts=(a, b)), State(parts=(c, a))]).parts == (b, a, c)
+    assert merge([BoardState(parts=(b,)), BoardState(parts=(a, b)), BoardState(parts=(c, a))]).parts == (
+        b,
+        a,
+        c,
+    )
 
 
 def test_an_older_word_about_engines_changes_nothing() -> None:
     """One that was made ready before an update would have shards send requests amid it."""
-    ready, updating = Engines(4, (ENGINE,)), Engines(5, (ENGINE,), updates=1, updating=True)
-    assert merge([State(engines=updating), State(engines=ready)]).engines == updating
-    assert merge([State(engines=updating), State()]).engines == updating
+    ready, updating = EnginesState(4, (ENGINE,)), EnginesState(5, (ENGINE,), updates=1, updating=True)
+    assert merge([BoardState(engines=updating), BoardState(engines=ready)]).engines == updating
+    assert merge([BoardState(engines=updating), BoardState()]).engines == updating
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_reader_has_everything_however_seldom_it_reads_and_revisions_only_grow(seed: int) -> None:
     numbers, board = random.Random(seed), LocalBoard().board
     board.open(TOKEN, TOPIC)
-    readers = [(State(), numbers.random()) for _ in range(4)]
+    readers = [(BoardState(), numbers.random()) for _ in range(4)]
     for update in numbers.sample(UPDATES, len(UPDATES)):
         board.tell(TOKEN, TOPIC, update)
         for at, (known, often) in enumerate(readers):
             if numbers.random() < often:
                 readers[at] = _read(board, known), often
-    late = _read(board, State())
+    late = _read(board, BoardState())
     assert late.revision == len(UPDATES) == board.revision(TOKEN, TOPIC)
     for known, _ in readers:
         assert plain(_read(board, known)) == plain(late) == WHOLE
 
 
-def _read(board: Board, known: State) -> State:
+def _read(board: Board, known: BoardState) -> BoardState:
     new = board.wait(TOKEN, TOPIC, known.revision, 0)
     assert new.revision >= known.revision
     return merge([known, new])

@@ -25,7 +25,7 @@ from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
 from millrace.core.waits.deadline import Limit
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.recovery import Recovery
-from millrace.tasks.runtime.trainer import Trainer
+from millrace.tasks.runtime.trainer import TrainerRanks
 from tests.support.tiny_models import save_tiny_model
 from tests.support.trainer_ranks import VOCAB, configuration, samples, write_batch
 
@@ -37,7 +37,7 @@ PATIENCE_S = 60.0
 
 
 @pytest_asyncio.fixture
-async def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Trainer]:
+async def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TrainerRanks]:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     settings = configuration(save_tiny_model(tmp_path / "model", "qwen3", VOCAB), 2)
@@ -45,7 +45,7 @@ async def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     config = RunConfig.model_validate(settings)
     joined = Cluster(config)
     try:
-        yield Trainer(config, joined, RunFolder(str(tmp_path), "a"), nothing, Recovery())
+        yield TrainerRanks(config, joined, RunFolder(str(tmp_path), "a"), nothing, Recovery())
         await joined.end_actors()
     finally:
         cluster.leave()
@@ -85,7 +85,7 @@ def weights(folder: Path) -> bytes:
 
 @pytest.mark.slow
 async def test_a_stopped_rank_ends_its_step_in_the_limit_and_new_ranks_make_the_same_weights(
-    trainer: Trainer, tmp_path: Path
+    trainer: TrainerRanks, tmp_path: Path
 ) -> None:
     batch = write_batch(tmp_path / "batch", [row for step in (1, 2, 3) for row in samples(step)])
     ranks = await trainer.at(0)
@@ -118,7 +118,7 @@ async def test_a_stopped_rank_ends_its_step_in_the_limit_and_new_ranks_make_the_
 
 @pytest.mark.slow
 async def test_a_rank_that_is_stopped_amid_a_step_by_either_side_is_replaced(
-    trainer: Trainer, tmp_path: Path
+    trainer: TrainerRanks, tmp_path: Path
 ) -> None:
     """Rank 0 or rank 1, at the first step or a later one; a stopped rank that only saves; a stop that ends in time is no stall."""
     batch = write_batch(tmp_path / "batch", [row for step in (1, 2) for row in samples(step)])

@@ -17,7 +17,7 @@ from millrace.core.config import RunConfig
 from millrace.core.errors import TrackerError
 from millrace.core.tracker import Tracker
 from millrace.tasks.runtime import tracking
-from millrace.tasks.runtime.tracking import Backlog, Tracking
+from millrace.tasks.runtime.tracking import Backlog, Trackers
 from tests.support.wrong_configs import GOOD
 
 
@@ -86,7 +86,7 @@ def test_a_tracker_that_cannot_be_let_go_of_ends_no_run_and_keeps_no_other_open(
             if self.error:
                 raise self.error
 
-    trackers = Tracking(RunConfig.model_validate(GOOD))
+    trackers = Trackers(RunConfig.model_validate(GOOD))
     dead: Any = Closed("wandb", ConnectionResetError("Connection lost"))
     refusing: Any = Closed("tensorboard", TrackerError("the service is gone"))
     alive: Any = Closed("mlflow", None)

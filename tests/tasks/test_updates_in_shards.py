@@ -21,8 +21,8 @@ from millrace.core.errors import BudgetError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.shards.attempts import DriverSide
-from millrace.tasks.shards.board import Attempt, Board, EngineRequest, Link, State
-from millrace.tasks.shards.board import Engines as EnginesOfDriver
+from millrace.tasks.shards.board import Attempt, Board, BoardState, EngineRequest, Link
+from millrace.tasks.shards.board import EnginesState as EnginesOfDriver
 from millrace.tasks.shards.shard import ShardEngines
 from millrace.tasks.stream import Stream
 from tests.support.local_board import TOKEN, LocalBoard, facts
@@ -143,7 +143,7 @@ class Driver:
 
     async def ask(self) -> None:
         request = EngineRequest(ATTEMPT, 1)
-        await self.link.call(Board.tell, State(requests=(request,)), ATTEMPT)
+        await self.link.call(Board.tell, BoardState(requests=(request,)), ATTEMPT)
 
     async def says(self, holds: Callable[[EnginesOfDriver], bool]) -> None:
         """Wait until it holds of what the driver says about engines."""

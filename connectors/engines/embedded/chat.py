@@ -24,7 +24,7 @@ from millrace.core.families.chat_templates import (
     apply_template,
 )
 from millrace.core.sessions.completions import BadRequestError, completion, read_messages
-from millrace.core.sessions.history import Place
+from millrace.core.sessions.history import TurnKey
 from millrace.core.sessions.interface import Turn
 
 SAMPLING = {  # OpenAI's parameters, and the engine's names for them
@@ -33,7 +33,7 @@ SAMPLING = {  # OpenAI's parameters, and the engine's names for them
     "seed": "sampling_seed",
     **{name: name for name in ("temperature", "top_p", "stop", "presence_penalty", "frequency_penalty")},
 }
-ONLY = Place(branch=0, index=0, door=0, before=None, new=(), options="")
+ONLY = TurnKey(branch=0, index=0, door=0, before=None, new=(), options="")
 READ = ("model", "messages", "n", "stream", "user", *SAMPLING)
 
 

@@ -51,7 +51,7 @@ class RouterClient(EngineClient):
         await self.send("DELETE", f"/workers/{worker_id}", None, PROBE_TIMEOUT_S)
 
 
-class Router:
+class RunRouter:
     """The router of a run."""
 
     def __init__(
@@ -153,7 +153,7 @@ class RoutedDispatcher(Dispatcher):
 
     def __init__(
         self,
-        router: Router,
+        router: RunRouter,
         engines: Callable[[], Sequence[EngineClient]],
         recover: Callable[[int], Awaitable[None]],
         mark_suspect: Callable[[EngineClient, EngineLostError], None],

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from millrace.connectors.trainers.megatron.forward_backward import MetricSums
 from millrace.connectors.trainers.megatron.learner import Learner, step_metrics
 from millrace.connectors.trainers.megatron.optim.ddp import accumulating
-from millrace.connectors.trainers.megatron.packing import Row, oldest_age
+from millrace.connectors.trainers.megatron.packing import BatchRow, oldest_age
 from millrace.connectors.trainers.megatron.policy_step import policy_step
 from millrace.connectors.trainers.megatron.rank_batch import RankBatch, counted
 from millrace.connectors.trainers.megatron.stored_logprobs import sample_logprobs
@@ -51,7 +51,7 @@ class Chunks:
         """Forget all passes. Called before anything else uses the gradient buffers."""
         self._passed = None
 
-    def add(self, version: int, number: int, rows: Sequence[Row]) -> int:
+    def add(self, version: int, number: int, rows: Sequence[BatchRow]) -> int:
         """Run the passes of chunk `number`, from 0, of the step to `version`; returns the number of chunks held afterwards.
 
         A held chunk is not passed again. If an earlier chunk is missing, does nothing: the caller continues with the first missing
@@ -76,7 +76,7 @@ class Chunks:
         return len(passed.hashes)
 
     def finish(
-        self, version: int, chunks: Sequence[Sequence[Row]]
+        self, version: int, chunks: Sequence[Sequence[BatchRow]]
     ) -> tuple[dict[str, float], list[int], list[SampleLogprobs]]:
         """Leave the step's gradients in the model's buffers; returns its metrics over all ranks, and the tokens of this rank's packs.
 
@@ -129,7 +129,7 @@ class Chunks:
         return passed
 
     def _pass(
-        self, passed: _Passed, rows: Sequence[Row], oldest: int, on_launched: Callable[[], None]
+        self, passed: _Passed, rows: Sequence[BatchRow], oldest: int, on_launched: Callable[[], None]
     ) -> None:
         """Forward and backward passes of a chunk."""
         learner = self._learner
@@ -142,7 +142,7 @@ class Chunks:
             passed.logprobs += sample_logprobs(batch)
 
 
-def hash_of(rows: Sequence[Row], oldest: int) -> str:
+def hash_of(rows: Sequence[BatchRow], oldest: int) -> str:
     """Hash of all values that the passes of these rows read. oldest: largest age of a token in the iteration."""
     digest = hashlib.sha256(str(oldest).encode())
     for row in rows:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from millrace.connectors.trainers.megatron.forward_backward import MetricSums, means_of, sum_over_ranks
 from millrace.connectors.trainers.megatron.learner import Learner
-from millrace.connectors.trainers.megatron.packing import Pack, Row, make_packs
+from millrace.connectors.trainers.megatron.packing import BatchRow, Pack, make_packs
 from millrace.connectors.trainers.megatron.refusals import refuse_gap
 from millrace.core import logprob_gap
 from millrace.core.logprob_gap import AGAIN, SAMPLES, LogprobGuard, Tokens, chosen_samples
@@ -33,7 +33,7 @@ class Comparison:
         self._floor = guard.floor
         self.figures: dict[str, float] = {}  # metrics of the compared step
 
-    def check(self, rows: Sequence[Row], mean: float, largest: float, version: int) -> None:
+    def check(self, rows: Sequence[BatchRow], mean: float, largest: float, version: int) -> None:
         """Raise RefusedStepError, before step `version` is applied, if the mean difference on a step's rows exceeds the limit.
 
         If the rounding floor was measured on other samples, it is measured again first, since the policy may have become less sure.
@@ -60,12 +60,12 @@ class Comparison:
         if measures:
             self.figures["logprob_gap_floor"] = floor
 
-    def _measure(self, rows: Sequence[Row], most: int) -> float:
+    def _measure(self, rows: Sequence[BatchRow], most: int) -> float:
         """Measure the rounding floor: the mean absolute difference of two computations of the trainer, on some of the rows."""
         self._floor = rounding_floor(self._learner, rows, most)
         return self._floor
 
-    def _tokens(self, rows: Sequence[Row]) -> Tokens:
+    def _tokens(self, rows: Sequence[BatchRow]) -> Tokens:
         """The compared tokens of some of the rows, of all ranks."""
         learner = self._learner
         chosen = chosen_samples([len(row.tokens) for row in rows], *EXPLAINED)
@@ -100,7 +100,7 @@ class Comparison:
         return torch.stack([found.targets, found.entropies], dim=-1)
 
 
-def rounding_floor(learner: Learner, rows: Sequence[Row], most: int = SAMPLES) -> float:
+def rounding_floor(learner: Learner, rows: Sequence[BatchRow], most: int = SAMPLES) -> float:
     """Mean |log p in the model's type - log p one type wider| over the tokens with a loss of at most `most` rows.
 
     Makes one forward pass of each kind, with at most one pack per rank. Changes nothing.
@@ -123,7 +123,7 @@ def rounding_floor(learner: Learner, rows: Sequence[Row], most: int = SAMPLES) -
     return means_of(sum_over_ranks(sums))["floor"]
 
 
-def _compared(row: Row) -> np.ndarray:
+def _compared(row: BatchRow) -> np.ndarray:
     """A mask of the response tokens on which engine and trainer must agree."""
     mask: np.ndarray = row.loss_mask.astype(bool)
     return mask if row.ages is None else mask & (row.ages == 0)

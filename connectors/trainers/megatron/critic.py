@@ -21,7 +21,7 @@ from millrace.core.config import RunConfig
 from millrace.core.families.config_file import read_hf_config
 
 
-class Critic:
+class RankCritic:
     """The value model of this rank."""
 
     def __init__(self, config: RunConfig, hf: dict[str, Any], device: Any) -> None:

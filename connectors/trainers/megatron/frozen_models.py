@@ -17,7 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.forward_backward import LogprobForwardBackward
-from millrace.connectors.trainers.megatron.packing import Row
+from millrace.connectors.trainers.megatron.packing import BatchRow
 from millrace.connectors.trainers.megatron.rank_batch import RankBatch
 from millrace.connectors.trainers.megatron.trainable_model import model_from_hf
 from millrace.connectors.trainers.megatron.weights.hf_folder import load_hf
@@ -112,7 +112,7 @@ class Teacher:
             config, model, inner, device, vocab=self._vocab, temperature=temperature
         )
 
-    def check_tokens(self, rows: Sequence[Row]) -> None:
+    def check_tokens(self, rows: Sequence[BatchRow]) -> None:
         """Raise TrainerError if a token is not in the vocabulary. `rows`: all samples, so that all ranks raise or none does."""
         highest = max((int(row.tokens.max()) for row in rows), default=0)
         if highest >= self._vocab:

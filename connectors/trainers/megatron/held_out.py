@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from millrace.connectors.trainers.megatron.forward_backward import LogprobForwardBackward
-from millrace.connectors.trainers.megatron.packing import Row, make_packs
+from millrace.connectors.trainers.megatron.packing import BatchRow, make_packs
 from millrace.connectors.trainers.rank import HeldOutSample
 from millrace.core.config import RunConfig
 from millrace.core.families.architecture import Architecture
@@ -46,9 +46,9 @@ def sample_losses(
     return [losses[number] for number in range(len(rows))]
 
 
-def _row(number: int, sample: HeldOutSample) -> Row:
+def _row(number: int, sample: HeldOutSample) -> BatchRow:
     length = len(sample.mask)
-    return Row(
+    return BatchRow(
         sample_id=str(number),
         tokens=np.asarray(sample.tokens, dtype=np.int64),
         response_length=length,

@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.critic import Critic, explained_variance
+from millrace.connectors.trainers.megatron.critic import RankCritic, explained_variance
 from millrace.connectors.trainers.megatron.forward_backward import (
     LogprobForwardBackward,
     MetricSums,
@@ -26,7 +26,7 @@ from millrace.connectors.trainers.megatron.forward_backward import (
     to_numbers,
 )
 from millrace.connectors.trainers.megatron.frozen_models import Teacher, reference_of
-from millrace.connectors.trainers.megatron.packing import Row, oldest_age
+from millrace.connectors.trainers.megatron.packing import BatchRow, oldest_age
 from millrace.connectors.trainers.megatron.policy_step import logprob_gap, policy_step
 from millrace.connectors.trainers.megatron.rank_batch import RankBatch, make_rank_batch
 from millrace.connectors.trainers.megatron.trainable_model import (
@@ -91,7 +91,7 @@ class Learner:
         self.passes = LogprobForwardBackward(
             config, self.policy.model, inner, device, vocab=hf["vocab_size"], temperature=temperature
         )
-        self.critic = Critic(config, hf, device) if self.needs_critic else None
+        self.critic = RankCritic(config, hf, device) if self.needs_critic else None
         self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None
         self._iteration: _Iteration | None = None
 
@@ -119,7 +119,7 @@ class Learner:
     # the batches of an iteration
 
     def rank_batch(
-        self, version: int, batch_url: str, rows: Sequence[Row], batch_sha256: str | None = None
+        self, version: int, batch_url: str, rows: Sequence[BatchRow], batch_sha256: str | None = None
     ) -> RankBatch:
         """This rank's part of step `version`, with all per-token values except advantages. `rows`: the whole iteration's.
 
@@ -148,7 +148,9 @@ class Learner:
         if self.teacher is not None and "teacher" not in batch.computed:
             batch.set_per_token("teacher", self.teacher.logprobs(batch))
 
-    def _start_iteration(self, version: int, batch_url: str, rows: Sequence[Row]) -> dict[int, RankBatch]:
+    def _start_iteration(
+        self, version: int, batch_url: str, rows: Sequence[BatchRow]
+    ) -> dict[int, RankBatch]:
         """Batches from step `version` on, with all values under the weights from before the iteration."""
         steps, passes = sorted({row.train_step for row in rows}), self.config.trainer.passes
         old = self._needs_old(len(steps) * passes)
@@ -201,7 +203,7 @@ class Learner:
         if mpu.is_pipeline_last_stage():
             self._estimate(batches)
 
-    def _rewards(self, rows: Sequence[Row]) -> list[float]:
+    def _rewards(self, rows: Sequence[BatchRow]) -> list[float]:
         """Shaped reward of each row, from which the token-level estimators start."""
         if self.objective.supervised:
             return [row.reward for row in rows]
@@ -275,7 +277,7 @@ class Learner:
         means = step_metrics(self.objective, sums)
         return explained_variance(means) if self.critic is not None else means
 
-    def chunk_batch(self, rows: Sequence[Row], oldest: int) -> RankBatch:
+    def chunk_batch(self, rows: Sequence[BatchRow], oldest: int) -> RankBatch:
         """This rank's part of a chunk of the iteration's only step, with all per-token values.
 
         Its weights are not yet divided by the step's denominator. oldest: largest age of a token in the whole iteration.

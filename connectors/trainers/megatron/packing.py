@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass
-class Row:
+class BatchRow:
     """One sample of a batch, as read by the trainer."""
 
     sample_id: str
@@ -57,12 +57,12 @@ class Row:
         return bool(mask.any())
 
 
-def oldest_age(rows: Sequence[Row]) -> int:
+def oldest_age(rows: Sequence[BatchRow]) -> int:
     """The largest age of a token in these rows."""
     return max((int(row.ages.max(initial=0)) for row in rows if row.ages is not None), default=0)
 
 
-def cut_into(rows: Sequence[Row], counts: Sequence[int]) -> list[Sequence[Row]]:
+def cut_into(rows: Sequence[BatchRow], counts: Sequence[int]) -> list[Sequence[BatchRow]]:
     """Split the rows into consecutive parts with these counts, which must add up to all rows."""
     ends = np.cumsum([0, *counts]).tolist()
     assert ends[-1] == len(rows), f"{counts} are not {len(rows)} rows"
@@ -73,7 +73,7 @@ def cut_into(rows: Sequence[Row], counts: Sequence[int]) -> list[Sequence[Row]]:
 class Pack:
     """One microbatch of this rank: a pack of T tokens with N response tokens."""
 
-    rows: list[Row]
+    rows: list[BatchRow]
     members: list[int]  # indices of the rows in the global batch
     input_ids: Tensor  # [1, T / cp]
     position_ids: Tensor  # [1, T / cp]
@@ -90,7 +90,7 @@ class Pack:
         return sum(len(row.tokens) for row in self.rows)
 
 
-def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) -> list[Row]:
+def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) -> list[BatchRow]:
     """The rows of a batch table, in its order. keeps_cache: see `_ages`."""
     tokens, generated = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
     trained = _lists(table, "trained_mask", np.int8)
@@ -117,7 +117,7 @@ def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) ->
     steps = [row["train_step"] for row in plain]
     first, last = min(steps, default=1), max(steps, default=1)
     return [
-        Row(
+        BatchRow(
             sample_id=row["sample_id"],
             tokens=tokens[i],
             response_length=row["response_length"],
@@ -165,7 +165,7 @@ def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.ND
 
 
 def make_packs(
-    rows: Sequence[Row],
+    rows: Sequence[BatchRow],
     config: RunConfig,
     architecture: Architecture,
     device: Any,
@@ -200,7 +200,7 @@ def make_packs(
 
 
 def make_pack(
-    rows: Sequence[Row],
+    rows: Sequence[BatchRow],
     members: list[int],
     *,
     cp_size: int,

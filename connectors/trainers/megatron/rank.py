@@ -33,7 +33,7 @@ from millrace.core.replay import (
 
 if TYPE_CHECKING:
     from millrace.connectors.trainers.megatron.checkpoint.background import BackgroundWriter
-    from millrace.connectors.trainers.megatron.packing import Row
+    from millrace.connectors.trainers.megatron.packing import BatchRow
     from millrace.connectors.trainers.rank import HeldOutSample, RankState
     from millrace.core.contracts.task_records import StepMetrics
 
@@ -49,7 +49,9 @@ class TrainerRank(RankWeights):
         self._background: BackgroundWriter | None = None
         self.last: StepMetrics | None = None  # metrics of the step that made `version`
         self.reload_s = 0.0  # seconds to take GPU memory back, in the last call that needed it
-        self._rows: tuple[tuple[str, str | None], list[Row]] | None = None  # with URL and hash of their batch
+        self._rows: tuple[tuple[str, str | None], list[BatchRow]] | None = (
+            None  # with URL and hash of their batch
+        )
         self._trained_on: str | None = None  # hash of the last step's batch
         self._meeting: socket.socket | None = None  # the ranks' meeting point, from `address` to `setup`
 
@@ -351,7 +353,7 @@ class TrainerRank(RankWeights):
             self._background.close()
         world.leave()
 
-    def _read(self, url: str, sha256: str | None = None) -> list[Row]:
+    def _read(self, url: str, sha256: str | None = None) -> list[BatchRow]:
         """Rows of a batch, which must have this hash. All steps of an iteration read its file once."""
         from millrace.connectors.storage.store import Store
         from millrace.connectors.trainers.megatron.packing import read_rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.storage.store import Store
-from millrace.connectors.trainers.megatron.packing import Pack, Row, make_packs
+from millrace.connectors.trainers.megatron.packing import BatchRow, Pack, make_packs
 from millrace.core.algorithms.objective import Objective
 from millrace.core.algorithms.packed import spread
 from millrace.core.config import RunConfig
@@ -48,7 +48,7 @@ class RankBatch:
     passed: dict[int, Tensor] = field(default_factory=dict)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BatchRow]:
         """The samples, in the order of the packs."""
         return [row for pack in self.packs for row in pack.rows]
 
@@ -84,7 +84,7 @@ class RankBatch:
 
 
 def make_rank_batch(
-    rows: Sequence[Row],
+    rows: Sequence[BatchRow],
     rewards: Sequence[float],
     objective: Objective,
     config: RunConfig,
@@ -135,7 +135,7 @@ def make_rank_batch(
     return batch
 
 
-def counted(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+def counted(rows: Sequence[BatchRow]) -> tuple[Tensor, Tensor]:
     """For each row the number of its tokens in the loss [B], float64, and its rollout's number [B], in order of appearance."""
     numbers: dict[str, int] = {}
     rollouts = [numbers.setdefault(rollout_of(row.sample_id), len(numbers)) for row in rows]
@@ -143,7 +143,7 @@ def counted(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     return torch.tensor(counts, dtype=torch.float64), torch.tensor(rollouts)
 
 
-def _check_teacher(rows: Sequence[Row], top_k: int) -> None:
+def _check_teacher(rows: Sequence[BatchRow], top_k: int) -> None:
     """Raise TrainerError if a row of the step lacks the teacher's values. All ranks check all rows."""
     missing = [row.sample_id for row in rows if row.teacher_logprobs is None]
     if missing:
@@ -163,7 +163,7 @@ def _check_teacher(rows: Sequence[Row], top_k: int) -> None:
 
 
 def _sample_advantages(
-    rows: Sequence[Row], rank_rows: Sequence[Row], config: RunConfig, device: Any
+    rows: Sequence[BatchRow], rank_rows: Sequence[BatchRow], config: RunConfig, device: Any
 ) -> Tensor | None:
     missing = [row.sample_id for row in rows if row.advantage is None]
     if not missing:

@@ -10,10 +10,10 @@ from millrace.core.errors import RefusedStepError, TrainerError
 from millrace.core.logprob_gap import Cause
 
 if TYPE_CHECKING:
-    from millrace.connectors.trainers.megatron.packing import Row
+    from millrace.connectors.trainers.megatron.packing import BatchRow
 
 
-def check_rows(rows: Sequence[Row], version: int, batch_url: str, max_age: int | None) -> None:
+def check_rows(rows: Sequence[BatchRow], version: int, batch_url: str, max_age: int | None) -> None:
     """Raise TrainerError if a step has no rows, RefusedStepError if it has no token of at most this age."""
     if not rows:
         raise TrainerError(

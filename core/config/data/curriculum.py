@@ -56,7 +56,7 @@ class Pools(Section):
         return self
 
 
-class Stage(Section):
+class CurriculumStage(Section):
     """A stage of a curriculum: the sources' weights, and when it ends. The last stage does not end."""
 
     weights: dict[str, float] = Field(

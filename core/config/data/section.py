@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from millrace.core.config.data.curriculum import Stage
+from millrace.core.config.data.curriculum import CurriculumStage
 from millrace.core.config.data.source import Source
 from millrace.core.config.parts.restart import ANY_START, fixed
 from millrace.core.config.parts.section import Section
@@ -18,7 +18,7 @@ class Data(Section):
     """Which prompts are trained on, and in which order."""
 
     sources: Annotated[list[Source], fixed(EPOCHS)] = Field(min_length=1, description="Sources of prompts.")
-    stages: Annotated[list[Stage], fixed(EPOCHS)] = Field(
+    stages: Annotated[list[CurriculumStage], fixed(EPOCHS)] = Field(
         [],
         description="Stages of a curriculum, one after the other, each with its weights. Empty: the sources' weights hold throughout.",
     )

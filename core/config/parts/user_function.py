@@ -35,7 +35,7 @@ class UserFunction(Section):
             return made
         forms = (getattr(item, "pattern", None) for item in cls.model_fields["function"].metadata)
         bare = {"type": "string", "pattern": next(filter(None, forms)), "title": "import path"}
-        return {"title": cls.__name__, "anyOf": [made, bare]}
+        return {"title": cls.__name__.removesuffix("Section"), "anyOf": [made, bare]}
 
 
 def listed(value: Any) -> Any:

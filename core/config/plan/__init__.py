@@ -4,7 +4,7 @@ from millrace.core.config.plan.disk import weights_on_disk as weights_on_disk
 from millrace.core.config.plan.layout import Layout as Layout
 from millrace.core.config.plan.layout import layout_of as layout_of
 from millrace.core.config.plan.layout import visible_gpus as visible_gpus
-from millrace.core.config.plan.memory import Part as Part
+from millrace.core.config.plan.memory import MemoryPart as MemoryPart
 from millrace.core.config.plan.memory import host_memory as host_memory
 from millrace.core.config.plan.memory import parameters_of_rank as parameters_of_rank
 from millrace.core.config.plan.memory import size_text as size_text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.core.config.plan.memory import Part, saved_bytes
+from millrace.core.config.plan.memory import MemoryPart, saved_bytes
 from millrace.core.config.plan.numbers import Numbers
 from millrace.core.config.run_config import RunConfig
 from millrace.core.families.architecture import Architecture
@@ -11,20 +11,20 @@ BYTES_PER_TOKEN = 16  # stored bytes of rollouts, batch and rewards together, co
 BYTES_PER_LOGPROB = 4
 
 
-def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
+def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[MemoryPart]:
     """Files of the run by part, at most."""
     tokens = numbers.samples * (numbers.prompt_tokens + numbers.response_tokens)
     stored = numbers.samples * numbers.response_tokens if config.trainer.store_logprobs else 0
     return [
         *weights_on_disk(config, shape, numbers),
-        Part(
+        MemoryPart(
             f"samples of {numbers.iterations} iterations (at most)",
             numbers.iterations * (tokens * BYTES_PER_TOKEN + stored * BYTES_PER_LOGPROB),
         ),
     ]
 
 
-def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
+def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[MemoryPart]:
     """Checkpoints and exports, which every run writes. A checkpoint is deleted when a later one is complete."""
     if config.pipeline.rollouts_only:
         return []
@@ -35,8 +35,8 @@ def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) ->
     )
     exports = len(numbers.exports)
     return [
-        Part("1 checkpoint" if kept == 1 else f"{kept} checkpoints at most at once", kept * checkpoint),
-        Part("1 export" if exports == 1 else f"{exports} exports", exports * shape.parameters * width),
+        MemoryPart("1 checkpoint" if kept == 1 else f"{kept} checkpoints at most at once", kept * checkpoint),
+        MemoryPart("1 export" if exports == 1 else f"{exports} exports", exports * shape.parameters * width),
     ]
 
 

@@ -19,7 +19,7 @@ LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """A part of the memory of one rank or engine. Bytes."""
 
     name: str
@@ -50,7 +50,7 @@ def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
     )
 
 
-def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
+def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     """Memory of the fullest rank, by part."""
     t = config.trainer
     held = parameters_of_rank(config, shape)
@@ -60,32 +60,32 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
     shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
     states = 2 * FP32 + (FP32 if width == 2 else 0)
     parts = [
-        Part(f"weights, {config.dtype}", trained * width),
-        Part("gradients, fp32", trained * FP32),
-        Part(f"optimizer, fp32, 1/{shards}", -(-trained * states // shards)),
-        Part("activations of a pack (estimate)", _activations(config, shape, width)),
-        Part(
+        MemoryPart(f"weights, {config.dtype}", trained * width),
+        MemoryPart("gradients, fp32", trained * FP32),
+        MemoryPart(f"optimizer, fp32, 1/{shards}", -(-trained * states // shards)),
+        MemoryPart("activations of a pack (estimate)", _activations(config, shape, width)),
+        MemoryPart(
             f"logits of {t.logprob_chunk_tokens} tokens, fp32",
             LOGIT_COPIES * t.logprob_chunk_tokens * -(-shape.vocab // t.parallel.tensor) * FP32,
         ),
     ]
     if config.algorithm.kl_coef > 0:
-        parts.append(Part("the policy, put aside for the reference", held * width))
+        parts.append(MemoryPart("the policy, put aside for the reference", held * width))
     if config.algorithm.teacher:
-        parts.append(Part("teacher", _teacher(config, width)))
+        parts.append(MemoryPart("teacher", _teacher(config, width)))
     return parts
 
 
-def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[Part]:
+def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[MemoryPart]:
     """Host memory that ranks on GPUs use, of all ranks together. Empty without a trainer, or with a trainer on the CPU."""
     if layout.device != "cuda" or not layout.world_size:
         return []
     weights, states = saved_bytes(config, shape)
     parts = []
     if config.trainer_offloads:
-        parts.append(Part("optimizer while engines generate, fp32", states))
+        parts.append(MemoryPart("optimizer while engines generate, fp32", states))
     if config.saves_in_background and config.checkpoint.every < config.run.iterations:
-        parts.append(Part("a checkpoint that is being written", weights + states))
+        parts.append(MemoryPart("a checkpoint that is being written", weights + states))
     return parts
 
 
@@ -138,7 +138,7 @@ def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
     return layers * in_flight * layer
 
 
-def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[Part]:
+def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[MemoryPart]:
     """Memory of one engine on each of its devices, by part."""
     width = 2 if config.dtype == "bfloat16" else 4
     devices = max(1, layout.gpus_an_engine)
@@ -152,8 +152,8 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
         ", all that may be in flight: what finds no room waits" if layout.engine_kind != "embedded" else ""
     )
     return [
-        Part(f"weights, {config.dtype}", shape.parameters * width // devices),
-        Part(
+        MemoryPart(f"weights, {config.dtype}", shape.parameters * width // devices),
+        MemoryPart(
             f"KV cache of {tokens} tokens{waits}",
             tokens * shape.kv_bytes(width) // min(devices, shape.kv_heads),
         ),

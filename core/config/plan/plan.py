@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from millrace.core.config.plan.disk import disk, files
 from millrace.core.config.plan.layout import Layout, layout_of, visible_gpus
-from millrace.core.config.plan.memory import Part, engine_memory, host_memory, trainer_memory
+from millrace.core.config.plan.memory import MemoryPart, engine_memory, host_memory, trainer_memory
 from millrace.core.config.plan.numbers import Numbers, numbers_of
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
@@ -22,10 +22,10 @@ class Plan:
     numbers: Numbers
     layout: Layout
     parameters: int | None
-    trainer_memory: list[Part]
-    host_memory: list[Part]
-    engine_memory: list[Part]
-    disk: list[Part]
+    trainer_memory: list[MemoryPart]
+    host_memory: list[MemoryPart]
+    engine_memory: list[MemoryPart]
+    disk: list[MemoryPart]
     files: list[str]
 
 

@@ -24,7 +24,7 @@ SOURCE, HELD_OUT = "data.sources.*", "evaluation.sets.*"
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleFields:
     """Fields without effect under a condition. A name includes everything below it."""
 
     because: str
@@ -77,23 +77,23 @@ def _every_own_reward(config: RunConfig) -> bool:
 
 SCHEDULE = "decay_steps min_lr"
 NOT_DRAWN_BY = "algorithm.loss=sft generates nothing"
-IDLE: tuple[Idle | IdleOfItem, ...] = (
+IDLE: tuple[IdleFields | IdleOfItem, ...] = (
     # supervised training
-    Idle(
+    IdleFields(
         NOT_DRAWN_BY,
         _supervised,
         "rollout engines sync placement.colocate placement.offload_engines placement.offload_trainer "
         "placement.task_runner pipeline.max_staleness pipeline.reserve pipeline.on_update",
         but="rollout.prompts rollout.samples_per_prompt rollout.sampling.max_new_tokens",
     ),
-    Idle("algorithm.loss=sft scores and filters nothing", _supervised, "reward filter"),
-    Idle(
+    IdleFields("algorithm.loss=sft scores and filters nothing", _supervised, "reward filter"),
+    IdleFields(
         "the loss of reference answers takes no other term",
         _supervised,
         "algorithm",
         but="algorithm.preset algorithm.loss algorithm.aggregation algorithm.constant_length",
     ),
-    Idle(
+    IdleFields(
         "algorithm.loss=sft has no rewards to follow",
         _supervised,
         "data.stages.*.reward data.stages.*.groups",
@@ -110,7 +110,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         HELD_OUT,
         "reward sampling samples_per_prompt correct_from",
     ),
-    Idle("algorithm.loss=sft has no samples to show", _supervised, "tracking.samples"),
+    IdleFields("algorithm.loss=sft has no samples to show", _supervised, "tracking.samples"),
     IdleOfItem(
         "loss_on trains what the dialogue itself holds",
         lambda config, source: _supervised(config) and source.loss_on != "answer",
@@ -124,7 +124,7 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         "label_key",
     ),
     # rollouts without a trainer, and a trainer without rollouts
-    Idle(
+    IdleFields(
         "pipeline.rollouts_only trains nothing",
         _trains_nothing,
         "trainer checkpoint sync algorithm.loss algorithm.old_logprobs algorithm.correction algorithm.aggregation "
@@ -135,12 +135,12 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         # the type of the weights follows from the device, the numbers of weight versions from the steps
         but="trainer.device trainer.global_batch trainer.passes sync.directory",
     ),
-    Idle(
+    IdleFields(
         "no trainer reads a teacher with pipeline.rollouts_only",
         lambda config: _trains_nothing(config) and config.algorithm.teacher_server is None,
         "algorithm.distillation_coef",
     ),
-    Idle(
+    IdleFields(
         "with pipeline.rollouts_from samples and rewards come from the other run",
         _takes_rollouts,
         # fields of these sections that are not listed must be as in the other run
@@ -153,99 +153,99 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         "algorithm.teacher_server.timeout_s algorithm.teacher_server.attempts algorithm.teacher_server.same_tokenizer "
         "filter.refill_factor filter.oversample",
     ),
-    Idle(
+    IdleFields(
         "with pipeline.rollouts_from no engine starts",
         _takes_rollouts,
         "engines sync placement.task_runner",
     ),
     # options of what is off
-    Idle(
+    IdleFields(
         "with pipeline.select=draw no group is deferred, and no token older than pipeline.ahead and sync_every make it",
         lambda config: config.pipeline.select == "draw",
         "pipeline.max_staleness",
     ),
-    Idle(
+    IdleFields(
         "with pipeline.select=draw an iteration begins with the groups of its batch",
         lambda config: config.pipeline.select == "draw",
         "pipeline.reserve",
     ),
-    Idle(
+    IdleFields(
         "with pipeline.ahead=0 no request is under way when weights change",
         lambda config: config.pipeline.ahead == 0,
         "pipeline.on_update",
     ),
-    Idle(
+    IdleFields(
         "placement.colocate is false, so that engines and trainer share no memory",
         lambda config: not config.placement.colocate,
         "placement.offload_engines placement.offload_trainer",
     ),
-    Idle(
+    IdleFields(
         "sync.kind=auto sends weights by disk here",
         lambda config: config.sync_kind == "disk",
         "sync.bucket_mib",
     ),
-    Idle(
+    IdleFields(
         "no filter.group_filter is named",
         lambda config: config.filter.group_filter is None,
         "filter.max_failed_share",
     ),
-    Idle(
+    IdleFields(
         "each source and each held-out set has its own reward",
         _every_own_reward,
         "reward.function reward.options reward.group",
     ),
-    Idle(
+    IdleFields(
         "rollout.buffer.choose is not stratified",
         lambda config: config.rollout.buffer is not None and config.rollout.buffer.choose != "stratified",
         "rollout.buffer.strata",
     ),
-    Idle(
+    IdleFields(
         "algorithm.kl_coef is 0",
         lambda config: config.algorithm.kl_coef == 0,
         "algorithm.kl_kind algorithm.kl_placement algorithm.kl_unbiased algorithm.kl_horizon",
     ),
-    Idle(
+    IdleFields(
         "without algorithm.kl_target the coefficient does not change",
         lambda config: config.algorithm.kl_target is None,
         "algorithm.kl_horizon",
     ),
-    Idle(
+    IdleFields(
         "algorithm.aggregation is not constant",
         lambda config: config.algorithm.aggregation != "constant",
         "algorithm.constant_length",
     ),
-    Idle(
+    IdleFields(
         "algorithm.loss=reinforce has no ratio",
         lambda config: config.algorithm.loss.kind == "reinforce",
         "algorithm.old_logprobs",
     ),
-    Idle(
+    IdleFields(
         "no ratio is taken that must be 1 at an iteration's first step",
         _guard_is_off,
         "algorithm.on_policy_guard",
     ),
-    Idle(
+    IdleFields(
         "an iteration has one step, at which the ratio is 1",
         _ratio_is_one,
         "algorithm.loss.clip_low algorithm.loss.clip_high algorithm.loss.dual_clip",
     ),
-    Idle(
+    IdleFields(
         "a function in algorithm.loss weighs its tokens itself",
         lambda config: config.algorithm.loss.kind == "function",
         "algorithm.correction algorithm.old_logprobs",
         but="algorithm.correction.max_token_age algorithm.old_logprobs",
     ),
-    Idle(
+    IdleFields(
         "algorithm.advantage.divide_by_std is false",
         lambda config: not getattr(config.algorithm.advantage, "divide_by_std", True),
         "algorithm.advantage.epsilon",
     ),
-    Idle(
+    IdleFields(
         "the rate does not decay with kind=constant",
         lambda config: config.trainer.schedule.kind == "constant",
         " ".join(f"trainer.schedule.{name}" for name in SCHEDULE.split()),
     ),
-    Idle(
+    IdleFields(
         "the critic's rate does not decay with kind=constant",
         lambda config: (
             (critic := config.algorithm.critic) is not None
@@ -254,28 +254,28 @@ IDLE: tuple[Idle | IdleOfItem, ...] = (
         ),
         " ".join(f"algorithm.advantage.critic.schedule.{name}" for name in SCHEDULE.split()),
     ),
-    Idle(
+    IdleFields(
         "evaluation.sets is empty",
         lambda config: not config.evaluation.sets,
         "evaluation.every evaluation.background",
     ),
-    Idle(
+    IdleFields(
         "mlflow is not among tracking.trackers",
         lambda config: "mlflow" not in config.tracking.trackers,
         "tracking.system_metrics",
     ),
-    Idle("tracking.trackers is empty", lambda config: not config.tracking.trackers, "run.experiment"),
-    Idle(
+    IdleFields("tracking.trackers is empty", lambda config: not config.tracking.trackers, "run.experiment"),
+    IdleFields(
         "no source is a file",
         lambda config: all(source.rows is not None for source in config.data.sources),
         "data.stream_above_rows",
     ),
-    Idle(
+    IdleFields(
         "without engines.router millrace starts no server beside external engines",
         lambda config: config.engines.kind == "external" and config.engines.router is None,
         "engines.host",
     ),
-    Idle(
+    IdleFields(
         "external engines have their own GPUs, whose number only sync.kind=broadcast needs",
         lambda config: config.engines.kind == "external" and config.sync_kind != "broadcast",
         "engines.gpus",
@@ -339,7 +339,7 @@ def idle_because(config: RunConfig, path: str, layout: Layout | None = None) -> 
         return f"engines.kind=auto is {engine} here"
     general = re.sub(r"\.\d+\b", ".*", path)
     for entry in IDLE:
-        if isinstance(entry, Idle):
+        if isinstance(entry, IdleFields):
             if _is_among(general, entry.fields) and not _is_among(general, entry.but) and entry.when(config):
                 return entry.because
         elif general.startswith(f"{entry.of}.") and _is_among(

@@ -42,7 +42,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class FieldPath:
     """The place of an error: its path without the kinds that pydantic adds, and the section that holds it."""
 
     parts: tuple[int | str, ...]
@@ -66,7 +66,7 @@ class Place:
         return self.section.model_fields.get(self.name) if self.section else None
 
 
-def place_of(loc: Sequence[int | str]) -> Place:
+def place_of(loc: Sequence[int | str]) -> FieldPath:
     """The place of an item of ValidationError.errors() by its loc."""
     parts: list[int | str] = []
     section: type[BaseModel] | None = RunConfig
@@ -90,7 +90,7 @@ def place_of(loc: Sequence[int | str]) -> Place:
             if len(models(field.annotation)) > 1 and len(rest) > 1:
                 parts.append(rest.pop(0))
                 section = _tagged(models(field.annotation), str(rest.pop(0)))
-    return Place(tuple(parts), section, choice, siblings)
+    return FieldPath(tuple(parts), section, choice, siblings)
 
 
 def _tagged(sections: Sequence[type[BaseModel]], tag: str) -> type[BaseModel]:
@@ -163,7 +163,7 @@ def _choose(value: str, choices: Sequence[str]) -> str:
     return f"{hint}choose {', '.join(choices[:-1])} or {choices[-1]}"
 
 
-def _remedy(kind: str, context: Mapping[str, Any], place: Place) -> str:
+def _remedy(kind: str, context: Mapping[str, Any], place: FieldPath) -> str:
     if kind == "string_pattern_mismatch":
         return NAMES.get(str(context["pattern"]), IMPORT_PATH)
     bounds = {
@@ -189,7 +189,7 @@ def _remedy(kind: str, context: Mapping[str, Any], place: Place) -> str:
     return f"correct the value{_description(place)}"
 
 
-def _unknown_key(place: Place, value: Any) -> Problem:
+def _unknown_key(place: FieldPath, value: Any) -> Problem:
     shown = ", ".join(map(str, value)) if isinstance(value, Mapping) else value  # options may be secrets
     having = [kind for kind, model in (place.siblings or {}).items() if place.name in model.model_fields]
     if not having:
@@ -201,7 +201,7 @@ def _unknown_key(place: Place, value: Any) -> Problem:
     return Problem(place.path, shown, reason, f"remove it, or set {place.choice}.kind={kinds}")
 
 
-def _other_key(place: Place) -> str:
+def _other_key(place: FieldPath) -> str:
     known = list(place.section.model_fields) if place.section else []
     near = difflib.get_close_matches(place.name, known, 1)
     if near:
@@ -213,7 +213,7 @@ def _other_key(place: Place) -> str:
     return f"remove it; known here: {', '.join(known)}"
 
 
-def _description(place: Place) -> str:
+def _description(place: FieldPath) -> str:
     text = (place.field.description or "").split(". ")[0].split("; ")[0].rstrip(".") if place.field else ""
     return f" ({text})" if text else ""
 

@@ -2,7 +2,14 @@
 
 from millrace.core.config.rollout.buffer import Buffer
 from millrace.core.config.rollout.section import Rollout, Sampling
-from millrace.core.config.rollout.session import AnyTool, McpServer, McpTools, NamedRollout, Session, Tool
+from millrace.core.config.rollout.session import (
+    AnyTool,
+    McpServer,
+    McpTools,
+    NamedRollout,
+    SessionSection,
+    Tool,
+)
 
 __all__ = [
     "AnyTool",
@@ -12,6 +19,6 @@ __all__ = [
     "NamedRollout",
     "Rollout",
     "Sampling",
-    "Session",
+    "SessionSection",
     "Tool",
 ]

@@ -10,7 +10,7 @@ from pydantic import Field
 from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.rollout.buffer import Buffer
-from millrace.core.config.rollout.session import Session
+from millrace.core.config.rollout.session import SessionSection
 
 STEPS = "the number of steps an iteration follows from it"
 ALWAYS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
@@ -144,7 +144,7 @@ class Rollout(Section):
         Sampling, in_a_branch("an open iteration may hold samples that were drawn with it")
     ] = Sampling()
     session: Annotated[
-        Session | None, in_a_branch("an open iteration may hold turns that were made with it")
+        SessionSection | None, in_a_branch("an open iteration may hold turns that were made with it")
     ] = Field(None, description="Rollouts of several turns; null: one answer to each prompt.")
     buffer: Annotated[Buffer | None, in_a_branch("an open iteration may have drawn by it")] = Field(
         None, description="Off-policy reuse of trained groups; null: every group is trained once."

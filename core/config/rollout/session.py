@@ -84,7 +84,7 @@ AnyTool = Annotated[
 """What the policy may call: a function, or with `mcp` the tools of a server."""
 
 
-class Session(Section):
+class SessionSection(Section):
     """How one rollout continues: by a function, in an environment, or by calls of tools alone."""
 
     function: UserFunction | None = Field(None, description="Makes a rollout (millrace.RolloutFunction).")

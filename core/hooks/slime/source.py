@@ -23,7 +23,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass
-class Reads:
+class HookReads:
     """What a hook reads: each name with its file and line."""
 
     names: dict[str, str] = field(default_factory=dict)  # dotted names of slime's
@@ -32,7 +32,7 @@ class Reads:
     removes: str | None = None  # the line that sets remove_sample
 
 
-def reads_of(function: Callable[..., Any], module: ModuleType) -> Reads:
+def reads_of(function: Callable[..., Any], module: ModuleType) -> HookReads:
     """What a function or class reads, in its module and in the modules of its folder that it imports."""
     trees = list(_trees(module))
     defined: dict[str, list[tuple[Path, ast.AST]]] = {}
@@ -41,7 +41,7 @@ def reads_of(function: Callable[..., Any], module: ModuleType) -> Reads:
             if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
                 defined.setdefault(node.name, []).append((path, node))
     reached = list(_reached(function.__name__, defined))
-    found = Reads()
+    found = HookReads()
     for path, tree in trees:
         within = (each for where, node in reached if where == path for each in ast.walk(node))
         _add(found.names, path, _slime_names([*_outside(tree), *within]))

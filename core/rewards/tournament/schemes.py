@@ -14,7 +14,7 @@ Compare = Callable[[Sequence[Pair]], Awaitable[Sequence[float]]]
 
 
 @dataclass
-class Standing:
+class TournamentStanding:
     """The standing of n samples. `level`: higher is better; equal levels share a place. `points`: of `meetings`; 0.5 for a
     draw.
     """
@@ -50,17 +50,17 @@ class Standing:
         return scores
 
 
-async def round_robin(n: int, order: Sequence[int], compare: Compare) -> Standing:
+async def round_robin(n: int, order: Sequence[int], compare: Compare) -> TournamentStanding:
     """All pairs meet: n(n-1)/2 comparisons in one round. `level` is the share of meetings won."""
-    standing = Standing([0.0] * n)
+    standing = TournamentStanding([0.0] * n)
     await standing.meet([(a, b) for at, a in enumerate(order) for b in order[at + 1 :]], compare)
     standing.level = standing.win_rates()
     return standing
 
 
-async def anchor(n: int, order: Sequence[int], compare: Compare) -> Standing:
+async def anchor(n: int, order: Sequence[int], compare: Compare) -> TournamentStanding:
     """All meet the first of `order`, the anchor: n - 1 comparisons in one round. The anchor's own level is 0.5."""
-    standing = Standing([0.5] * n)
+    standing = TournamentStanding([0.5] * n)
     others = list(order[1:])
     scores = await standing.meet([(other, order[0]) for other in others], compare)
     for other, score in zip(others, scores, strict=True):
@@ -68,7 +68,7 @@ async def anchor(n: int, order: Sequence[int], compare: Compare) -> Standing:
     return standing
 
 
-async def elimination(n: int, order: Sequence[int], compare: Compare) -> Standing:
+async def elimination(n: int, order: Sequence[int], compare: Compare) -> TournamentStanding:
     """Seeded by meetings with an anchor, then a bracket of single elimination: 2(n - 1) comparisons.
 
     The strongest seeds have the byes, and the two strongest can meet only in the final. The stronger seed wins a draw; between
@@ -80,7 +80,7 @@ async def elimination(n: int, order: Sequence[int], compare: Compare) -> Standin
     strength = {sample: -rank for rank, sample in enumerate(strongest)}
     size = 1 << (n - 1).bit_length()
     bracket = [strongest[place] if place < n else None for place in bracket_places(size)]
-    standing = Standing([0.0] * n, seeded.points, seeded.meetings)
+    standing = TournamentStanding([0.0] * n, seeded.points, seeded.meetings)
     rounds = 0.0
     while len(bracket) > 1:
         rounds += 1

@@ -14,7 +14,7 @@ from millrace.core.contracts.turns import TurnRow, first_gap, rows_that_count
 from millrace.core.plain_text import json_text
 
 
-class RolloutRecord:
+class RolloutEvents:
     """Events of one rollout, by branch, in order."""
 
     def __init__(self, rows: Iterable[TurnRow] = ()) -> None:

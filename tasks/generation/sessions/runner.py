@@ -16,7 +16,7 @@ from typing import Any
 
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.user_code.session_pool import SessionLostError, SessionPool
-from millrace.core.config.rollout import Sampling, Session
+from millrace.core.config.rollout import Sampling, SessionSection
 from millrace.core.contracts.ids import branch_id
 from millrace.core.contracts.sample import Figures, Status, Texts, split_parts
 from millrace.core.contracts.turns import TurnRow
@@ -27,7 +27,7 @@ from millrace.core.sessions.interface import Task
 from millrace.core.sessions.pipe import End, SlimeStart, Start
 from millrace.core.sessions.tree import Branch, BranchReward, inherited
 from millrace.core.sharding import WHOLE, Share
-from millrace.tasks.generation.sessions.rollout_record import RolloutRecord
+from millrace.tasks.generation.sessions.rollout_record import RolloutEvents
 from millrace.tasks.generation.sessions.session_rollout import Opening, SessionRollout
 from millrace.tasks.generation.single_samples import SampleGenerator
 
@@ -67,7 +67,7 @@ class SessionRunner:
 
     def __init__(
         self,
-        settings: Session,
+        settings: SessionSection,
         sampling: Sampling,
         pool: SessionPool,
         dialogues: Dialogues,
@@ -104,7 +104,7 @@ class SessionRunner:
                 self._dialogues,
                 self._generator,
                 self._calls,
-                RolloutRecord(rows),
+                RolloutEvents(rows),
                 keep,
             )
             slime = any(f and written_for_slime(f.function) for _, f in rollout_functions(self._settings))
@@ -130,7 +130,7 @@ class SessionRunner:
                         end = End("failed", str(error))
                         break
                     end = End("failed", f"{error}, {TRIES} times")
-                    rollout = rollout.restart(RolloutRecord(kept))
+                    rollout = rollout.restart(RolloutEvents(kept))
             # calls that the function did not wait for
             await rollout.lost("", False)
             samples = made_samples(rollout, end)

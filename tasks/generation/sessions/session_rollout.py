@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from millrace.connectors.huggingface.dialogue import Dialogues
-from millrace.core.config.rollout import Sampling, Session
+from millrace.core.config.rollout import Sampling, SessionSection
 from millrace.core.contracts.ids import tokens_hash, turn_seed
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatColumns, ChatOptions, chat_options
 from millrace.core.contracts.rows.own_sampling import own_sampling
@@ -21,11 +21,11 @@ from millrace.core.contracts.turns import TurnKind, TurnRow
 from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Message, Turn
 from millrace.core.sessions.pipe import (
-    Call,
+    CallTool,
     Generate,
-    Limit,
     MakeCall,
     Noted,
+    ReachedLimit,
     RecordedAnswer,
     Refused,
     Reply,
@@ -33,7 +33,7 @@ from millrace.core.sessions.pipe import (
 )
 from millrace.core.sessions.tree import Branch, RolloutTree, Segment
 from millrace.core.waits.heartbeat import beat
-from millrace.tasks.generation.sessions.rollout_record import RolloutRecord, arguments_text
+from millrace.tasks.generation.sessions.rollout_record import RolloutEvents, arguments_text
 from millrace.tasks.generation.single_samples import Answer, SampleGenerator
 
 
@@ -107,12 +107,12 @@ class SessionRollout:
     def __init__(
         self,
         opening: Opening,
-        settings: Session,
+        settings: SessionSection,
         sampling: Sampling,
         dialogues: Dialogues,
         generator: SampleGenerator,
         places: asyncio.Semaphore,
-        record: RolloutRecord,
+        record: RolloutEvents,
         write: Callable[[TurnRow], Awaitable[None]],
     ) -> None:
         """places: limits the calls at once."""
@@ -127,7 +127,7 @@ class SessionRollout:
         self._dialogues, self._generator = dialogues, generator
         self._places, self._write = places, write
         # running calls, by branch and event
-        self._calls: dict[tuple[int, int], tuple[Call, float]] = {}
+        self._calls: dict[tuple[int, int], tuple[CallTool, float]] = {}
 
     async def open(self) -> None:
         """If stored rows are missing, note from which row on the others do not count."""
@@ -138,12 +138,12 @@ class SessionRollout:
         """Answer a request of the session."""
         try:
             if isinstance(request, Generate) and (limit := self._too_long(request)):
-                return Limit(limit, too_long=True)
+                return ReachedLimit(limit, too_long=True)
             branch = self._branch(request)
             match request:
                 case Generate():
                     return await self._generate(branch, request)
-                case Call():
+                case CallTool():
                     return await self._call(branch, request)
             return await self._called(branch, request.event, request.answer, request.failed)
         except ValueError as error:
@@ -162,7 +162,7 @@ class SessionRollout:
             )
         )
 
-    def restart(self, record: RolloutRecord) -> SessionRollout:
+    def restart(self, record: RolloutEvents) -> SessionRollout:
         """The same rollout from its start, with the record so far."""
         return SessionRollout(
             self.opening,
@@ -206,7 +206,7 @@ class SessionRollout:
 
     async def _generate(self, branch: Branch, request: Generate) -> Reply:
         if branch.turns >= self._settings.max_turns:
-            return Limit(f"rollout.session.max_turns = {self._settings.max_turns}")
+            return ReachedLimit(f"rollout.session.max_turns = {self._settings.max_turns}")
         before = branch.ids
         self._observe(branch, request.new)
         ids = branch.ids
@@ -215,7 +215,7 @@ class SessionRollout:
         room = min(end - len(ids), longest, request.max_new_tokens or longest)
         if room < 1:
             branch.forget(len(before))
-            return Limit(f"rollout.session.max_tokens = {self._settings.max_tokens}")
+            return ReachedLimit(f"rollout.session.max_tokens = {self._settings.max_tokens}")
         prompt = tokens_hash(ids)
         rows = self.record.turn(branch.number, branch.events, prompt)
         if rows is None:
@@ -300,7 +300,7 @@ class SessionRollout:
             raise ValueError("a branch with its own prompt needs a message or token ids")
         return ids
 
-    async def _call(self, branch: Branch, request: Call) -> Reply:
+    async def _call(self, branch: Branch, request: CallTool) -> Reply:
         event = branch.events
         branch.events += 1
         found = self.record.answer(branch.number, event, request.tool, request.arguments)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.connectors.user_code.session_pool import SessionPool
-from millrace.core.config.rollout import Session
+from millrace.core.config.rollout import SessionSection
 from millrace.core.sessions.pipe import End
 from tests.support.session_driver import Driver, start
 
@@ -24,7 +24,7 @@ async def play() -> AsyncIterator[Play]:
         function: str, options: dict[str, Any], texts: list[str], *, wired: str = "environment", **task: Any
     ) -> tuple[End, list[str]]:
         settings = {wired: {"function": function, "options": options}, "timeout_s": 60}
-        pool = SessionPool(Session.model_validate(settings))
+        pool = SessionPool(SessionSection.model_validate(settings))
         made.append(pool)
         driver = Driver(texts)
         end = await pool.run(start(**task), driver.handle)

@@ -17,9 +17,9 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config.data import Source
 from millrace.core.config.model import Model
 from millrace.flows.preflight.check_dialogues import check_dialogues
-from millrace.flows.preflight.check_model import Checkpoint
+from millrace.flows.preflight.check_model import ReadModel
 from millrace.flows.preflight.check_prompts import rendered
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.first_rows import CheckedRows
 from millrace.tasks.data.prompt_dataset import load_prompts
 from tests.support.around_texts import BOS, EOS, TEMPLATE, raw_tokenizer, save_tokenizer, template
 
@@ -120,11 +120,11 @@ def test_a_check_counts_the_tokens_of_a_run(folder: tuple[Path, list[int]], chat
     source = Source.model_validate({"name": "s", "path": str(lines), "chat": chat, "loss_on": loss_on})
     run = load_prompts(source, PromptTokenizer.load(Model(path=str(path))), 4096)
     files = TokenizerFolder(str(path))
-    model = Checkpoint(
+    model = ReadModel(
         tokenizer=files.load(), template=ChatTemplate(TEMPLATE, files.special), has_template=True
     )
     model.ends = files.ends()
-    rows = FirstRows("data.sources.s", source)
+    rows = CheckedRows("data.sources.s", source)
     assert not rows.read()
     if loss_on == "assistant":
         assert not list(check_dialogues(rows, model))

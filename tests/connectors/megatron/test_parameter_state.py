@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.connectors.trainers.megatron.checkpoint.host_copy import HostMemory
-from millrace.connectors.trainers.megatron.optim.parameter_state import Piece, owners_of, pieces_of
+from millrace.connectors.trainers.megatron.optim.parameter_state import ParameterSlice, owners_of, pieces_of
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
-def placed(sizes: list[int], ranks: int, bucket_start: int) -> tuple[list[list[Piece]], int]:
+def placed(sizes: list[int], ranks: int, bucket_start: int) -> tuple[list[list[ParameterSlice]], int]:
     """The pieces of parameters that lie one after another in a bucket, and the share of a rank."""
     share = -(-sum(sizes) // ranks)
     start, pieces = bucket_start, []

@@ -20,11 +20,11 @@ def kept(rank: Any) -> tuple[int, list[float]]:
     """Bytes that the layers keep for the backward pass, weights left out, and what the gradients are then."""
     import numpy as np
 
-    from millrace.connectors.trainers.megatron.packing import Row, make_pack
+    from millrace.connectors.trainers.megatron.packing import BatchRow, make_pack
     from millrace.connectors.trainers.megatron.process.distributed import model_context
 
     tokens = np.random.default_rng(0).integers(0, VOCAB, TOKENS)
-    row = Row("a", tokens, 4, np.ones(4, np.int64), np.zeros(4, np.float32), 1.0, 1.0, None, False, 1)
+    row = BatchRow("a", tokens, 4, np.ones(4, np.int64), np.zeros(4, np.float32), 1.0, 1.0, None, False, 1)
     pack = make_pack([row], [0], cp_size=1, cp_rank=0, align=1, device=rank.device)
     model = rank.learner.policy.model
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

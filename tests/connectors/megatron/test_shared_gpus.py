@@ -28,7 +28,7 @@ from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.runtime.trainer import Trainer
+from millrace.tasks.runtime.trainer import TrainerRanks
 from tests.support.ray_nodes import RayNodes, token_of
 from tests.support.trainer_ranks import samples, write_batch
 
@@ -82,14 +82,14 @@ async def kill(role: str) -> None:
 def asleep_at_build(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the engine had given back each time ranks had been built."""
     found: list[list[str]] = []
-    build = Trainer._build
+    build = TrainerRanks._build
 
-    async def watched(self: Trainer, version: int) -> Ranks:
+    async def watched(self: TrainerRanks, version: int) -> Ranks:
         ranks = await build(self, version)
         found.append(await released())
         return ranks
 
-    monkeypatch.setattr(Trainer, "_build", watched)
+    monkeypatch.setattr(TrainerRanks, "_build", watched)
     return found
 
 

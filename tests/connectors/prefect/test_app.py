@@ -9,7 +9,7 @@ import pytest
 
 from millrace.connectors.host.page_policy import HEADER, POLICY
 from millrace.connectors.prefect import app as prefect_app
-from millrace.connectors.prefect.app import LARGEST, STRANGERS, Login, RetryRefused, guarded
+from millrace.connectors.prefect.app import LARGEST, STRANGERS, PrefectLogin, RetryRefused, guarded
 
 
 async def ask(refusals: int, parts: list[bytes], raises: bool = False) -> tuple[list[bytes], list[int]]:
@@ -118,7 +118,7 @@ async def test_a_body_is_bounded_before_it_is_held(
     size: int, login: str, status: int, most: int, declared: bool
 ) -> None:
     request = Request(size, login, declared)
-    await Login(RetryRefused(prefects), "user:right")(request.scope, request.receive, request.send)
+    await PrefectLogin(RetryRefused(prefects), "user:right")(request.scope, request.receive, request.send)
     assert request.statuses == [status]
     assert request.read <= min(size, most + (1 << 20))
     assert request.read == 0 or status == 200 or not declared
@@ -127,7 +127,7 @@ async def test_a_body_is_bounded_before_it_is_held(
 async def test_a_length_that_is_no_number_is_refused() -> None:
     request = Request(10)
     request.scope["headers"] = [(b"content-length", b"-1")]
-    await Login(RetryRefused(prefects), "user:right")(request.scope, request.receive, request.send)
+    await PrefectLogin(RetryRefused(prefects), "user:right")(request.scope, request.receive, request.send)
     assert request.statuses == [401]
 
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from millrace.connectors.ray import head_watch
-from millrace.connectors.ray.head_watch import Watch, answers, silent, stays_silent
+from millrace.connectors.ray.head_watch import HeadWatch, answers, silent, stays_silent
 
 SLEEPS = "import time; print(flush=True); time.sleep(60)"
 
@@ -72,8 +72,8 @@ def test_a_process_that_is_stopped_is_named_and_one_that_goes_on_in_time_is_not(
 
 def test_a_watched_head_is_ended_once_it_is_silent_and_no_other(sleeper: subprocess.Popen[bytes]) -> None:
     ended = threading.Event()
-    watch = Watch([], [sleeper.pid], ended.set)
-    left = Watch([], [sleeper.pid], lambda: pytest.fail("it was left"))
+    watch = HeadWatch([], [sleeper.pid], ended.set)
+    left = HeadWatch([], [sleeper.pid], lambda: pytest.fail("it was left"))
     left.end()
     assert watch.reason is None
     os.kill(sleeper.pid, signal.SIGSTOP)

@@ -65,7 +65,7 @@ async def free_gpus(wanted: int) -> None:
     raise AssertionError(f"{found} GPUs are free, not {wanted}")
 
 
-def make(role: str, places: list[placement.Place]) -> list[actors.Actor]:
+def make(role: str, places: list[placement.ActorPlacement]) -> list[actors.Actor]:
     return [actors.make(role, i, len(places), Counter, HELD, place) for i, place in enumerate(places)]
 
 

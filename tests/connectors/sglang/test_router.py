@@ -15,7 +15,7 @@ from aiohttp import web
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.sglang.client import SESSION
-from millrace.connectors.engines.sglang.router import PASSED, Router
+from millrace.connectors.engines.sglang.router import PASSED, RunRouter
 from millrace.core.errors import EngineError
 from tests.support.fleets import LONG, SHORT, assert_idle, generate, serving, until_generating
 from tests.support.local_handle import LocalHandle, LocalRouterHandle, fleet_config
@@ -228,7 +228,7 @@ async def test_it_passes_what_is_said_and_drops_the_rest(tiny_model: Path) -> No
     async def find() -> LocalHandle:
         return handle
 
-    router = Router(find, print)
+    router = RunRouter(find, print)
     try:
         await router.ensure({f"http://127.0.0.1:{runner.addresses[0][1]}": "the worker's"})
         url, key = handle.server.state()["url"], handle.server.state()["key"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.accounts.buffer import Buffer, reach
+from millrace.core.accounts.buffer import HeldGroups, reach
 from millrace.core.accounts.buffer_choice import chosen, spread
 from millrace.core.accounts.history import GroupOutcome, IterationHistory
 from millrace.core.accounts.ledger import Ledger
@@ -47,14 +47,14 @@ def test_over_any_history_no_group_is_reused_too_old_or_too_often_and_a_restart_
     buffered: Settings, requests: list[tuple[int, int]], steps: int, data: Any
 ) -> None:
     """Also where no group names the last steps: later passes have none, nor has a step that trains reused groups alone."""
-    buffer, ledger = Buffer(buffered.max_age, buffered.max_uses, steps), Ledger(0, SOURCES)
+    buffer, ledger = HeldGroups(buffered.max_age, buffered.max_uses, steps), Ledger(0, SOURCES)
     history: list[IterationHistory] = []
     uses: Counter[tuple[int, int]] = Counter()
     state: dict[Any, str] = {}
     for iteration, (prompts, reserve) in enumerate(requests):
         held = buffer.groups()
         taken = chosen(held, buffered.wanted(prompts), buffered)
-        restarted = Buffer(buffered.max_age, buffered.max_uses, steps).extend(
+        restarted = HeldGroups(buffered.max_age, buffered.max_uses, steps).extend(
             again(history[reach(iteration, buffered.max_age) :])
         )
         assert restarted.groups() == held
@@ -186,7 +186,7 @@ def trained(iteration: int, groups: int, reused: dict[int, list[int]] | None = N
 
 
 def test_a_choice_that_the_buffer_could_not_make_is_a_problem() -> None:
-    buffer = Buffer(max_age=2, max_uses=2, versions=1).extend([trained(0, 2), trained(1, 1, {0: [1]})])
+    buffer = HeldGroups(max_age=2, max_uses=2, versions=1).extend([trained(0, 2), trained(1, 1, {0: [1]})])
     assert buffer.problems(trained(2, 1, {0: [0], 1: [0]})) == []
     (used,) = buffer.problems(trained(2, 1, {0: [1]}))
     assert used.startswith("it reuses group 1 of iteration 1, which was not held")

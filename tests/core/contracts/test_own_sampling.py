@@ -13,7 +13,7 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config.data import Source
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, parse_row
-from millrace.flows.preflight.first_rows import FirstRows
+from millrace.flows.preflight.first_rows import CheckedRows
 from millrace.tasks.data.rows import UsablePrompt, tokenised
 
 SOURCE = Source(name="sums", path="sums.jsonl", sampling_key="own")
@@ -103,7 +103,7 @@ def test_a_row_whose_stop_no_answer_has_is_set_aside_by_a_run_and_by_check(
     made = build_tokenizer(tools=True)
     first, second = tokenised(SOURCE, usable, PromptTokenizer(made), 100, skips_special=skips_special)
     assert isinstance(second, UsablePrompt)
-    checked = FirstRows("data.sources.sums", SOURCE)
+    checked = CheckedRows("data.sources.sums", SOURCE)
     checked.usable = [*usable]
     assert checked.refuse_stops(made.backend_tokenizer, skips_special=skips_special) == []
     if not reason:
@@ -117,7 +117,7 @@ def test_a_row_whose_stop_no_answer_has_is_set_aside_by_a_run_and_by_check(
 
 
 def test_a_source_whose_rows_all_have_such_a_stop_is_a_problem() -> None:
-    checked = FirstRows("data.sources.sums", SOURCE)
+    checked = CheckedRows("data.sources.sums", SOURCE)
     row = read({"stop": ["x<eos>"]})
     assert isinstance(row, PromptRow)
     checked.usable = [row]

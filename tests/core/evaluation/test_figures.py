@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.core.evaluation import (
     Z_95,
-    Answer,
+    EvaluatedAnswer,
     by_subset,
     difference,
     figures,
@@ -59,15 +59,15 @@ def test_which_k_there_are(most: int, expected: list[int]) -> None:
     ],
 )
 def test_the_majority(texts: list[str | None], expected: float) -> None:
-    group = [Answer("p", float(text == "4"), text) for text in texts]
+    group = [EvaluatedAnswer("p", float(text == "4"), text) for text in texts]
     assert figures(group, 1.0).majority == pytest.approx(expected)
     assert majority(group, 1.0) == pytest.approx(expected)
     assert majority(group[::-1], 1.0) == pytest.approx(expected)
 
 
 def test_a_reward_that_names_no_answers_has_no_majority() -> None:
-    assert figures([Answer("p", 1.0, None), Answer("p", 0.0, None)], 1.0).majority is None
-    assert figures([Answer("p", 0.0, ""), Answer("p", 0.0, "")], 1.0).majority == 0.0
+    assert figures([EvaluatedAnswer("p", 1.0, None), EvaluatedAnswer("p", 0.0, None)], 1.0).majority is None
+    assert figures([EvaluatedAnswer("p", 0.0, ""), EvaluatedAnswer("p", 0.0, "")], 1.0).majority == 0.0
 
 
 def test_the_interval_counts_prompts_and_not_their_samples() -> None:
@@ -81,11 +81,11 @@ def test_the_interval_counts_prompts_and_not_their_samples() -> None:
 
 def test_figures_of_a_set_and_of_its_subsets() -> None:
     answers = [
-        Answer("a", 1.0, "4", "easy"),
-        Answer("a", 1.0, "4", "easy"),
-        Answer("b", 0.0, "5", "hard"),
-        Answer("b", 1.0, "6", "hard"),
-        Answer("c", 0.5, "7"),
+        EvaluatedAnswer("a", 1.0, "4", "easy"),
+        EvaluatedAnswer("a", 1.0, "4", "easy"),
+        EvaluatedAnswer("b", 0.0, "5", "hard"),
+        EvaluatedAnswer("b", 1.0, "6", "hard"),
+        EvaluatedAnswer("c", 0.5, "7"),
     ]
     found = figures(answers, 1.0)
     assert (found.answers, found.reward_mean) == (5, pytest.approx(0.7))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from millrace.core.evaluation import Answer, majority
+from millrace.core.evaluation import EvaluatedAnswer, majority
 from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards import format, text
 from millrace.core.rewards.code.answer import last_code_block
@@ -118,7 +118,9 @@ def test_the_majority_is_of_what_the_reward_found(
 ) -> None:
     samples = [RewardInput(prompt="?", response=response, label=label) for response in responses]
     results = [REWARDS[reward](sample) for sample in samples]
-    assert majority([Answer("p", result.reward, result.answer) for result in results], 1.0) == expected
+    assert (
+        majority([EvaluatedAnswer("p", result.reward, result.answer) for result in results], 1.0) == expected
+    )
 
 
 def test_what_is_counted_is_named_by_the_prompt() -> None:

@@ -16,7 +16,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.scoring import score_group
 from millrace.core.rewards.tournament.group_reward import tournament
-from millrace.core.rewards.tournament.schemes import SCHEMES, Pair, Standing, bracket_places
+from millrace.core.rewards.tournament.schemes import SCHEMES, Pair, TournamentStanding, bracket_places
 
 REWARD = "millrace.core.rewards.tournament.group_reward:tournament"
 asked: list[tuple[str, str]] = []
@@ -119,7 +119,7 @@ def test_points_of_every_scheme_are_of_meetings() -> None:
         return [1.0] * len(pairs)
 
     for scheme, n in itertools.product(SCHEMES.values(), (1, 2, 5)):
-        standing: Standing = asyncio.run(scheme(n, range(n), first_wins))
+        standing: TournamentStanding = asyncio.run(scheme(n, range(n), first_wins))
         assert sum(standing.points) == sum(standing.meetings) / 2
 
 

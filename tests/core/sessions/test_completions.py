@@ -9,7 +9,7 @@ import pytest
 
 from millrace.core.config.rollout import Sampling
 from millrace.core.sessions.completions import BadRequestError, chunks, completion, read_request
-from millrace.core.sessions.history import Place, compared, said_by
+from millrace.core.sessions.history import TurnKey, compared, said_by
 from millrace.core.sessions.interface import ToolCall, Turn
 
 ASKED = {"role": "user", "content": "1+1="}
@@ -110,7 +110,7 @@ def test_a_request_is_read() -> None:
     assert (request.max_tokens, request.stop, request.stream, request.usage) == (5, ["x"], True, True)
 
 
-PLACE = Place(2, 3, 0, None, (), "")
+PLACE = TurnKey(2, 3, 0, None, (), "")
 TURNS = {
     "text": Turn("2", "2", [5, 1], "completed", prompt_tokens=4),
     "cut": Turn("2", "2", [5], "truncated"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.sessions.history import Again, Begin, GoOn, History, Place, compared
+from millrace.core.sessions.history import Again, Begin, GoOn, History, TurnKey, compared
 from millrace.core.sessions.interface import Message, ToolCall, Turn
 
 PROMPT: Message = {"role": "user", "content": "1+1="}
@@ -22,11 +22,11 @@ class Rollout:
     def __init__(self, turns: Sequence[Turn] = ()) -> None:
         self.history = History()
         self.history.begin(0, 0, compared([PROMPT]))
-        self.places: list[Place] = []
+        self.places: list[TurnKey] = []
         self.branches = 1
         self._turns = list(turns)
 
-    def ask(self, *messages: Message, options: str = "", wait: bool = False) -> tuple[str, Place]:
+    def ask(self, *messages: Message, options: str = "", wait: bool = False) -> tuple[str, TurnKey]:
         said = compared(messages)
         found = self.history.decide(0, said, options)
         if isinstance(found, Again):
@@ -43,7 +43,7 @@ class Rollout:
             self.answer(place)
         return "go on" if isinstance(found, GoOn) else "begin", place
 
-    def answer(self, place: Place) -> None:
+    def answer(self, place: TurnKey) -> None:
         number = self.places.index(place)
         turn = self._turns[number] if number < len(self._turns) else spoken(f"turn {number}")
         self.history.answered(place, turn)
@@ -198,10 +198,10 @@ ACTS = st.lists(
 
 def dialogues(
     acts: Sequence[tuple[str, int, int, str]],
-) -> tuple[Rollout, list[tuple[list[Message], str, str, Place]]]:
+) -> tuple[Rollout, list[tuple[list[Message], str, str, TurnKey]]]:
     """The requests that follow from the acts: messages, options, what each was, and its place."""
     rollout = Rollout()
-    sent: list[tuple[list[Message], str, str, Place]] = []
+    sent: list[tuple[list[Message], str, str, TurnKey]] = []
     for act, which, where, options in acts:
         messages: list[Message] = [PROMPT]
         if sent and act != "prompt":

@@ -14,19 +14,19 @@ from millrace.core.sessions.pipe import (
     FROM_PROCESS,
     TO_PROCESS,
     BranchStart,
-    Call,
     Called,
     CallStuck,
+    CallTool,
     Cancel,
     End,
     Envelope,
     FromProcess,
     Generate,
-    Limit,
     MakeCall,
     Noted,
     Ping,
     Pong,
+    ReachedLimit,
     Ready,
     RecordedAnswer,
     Refused,
@@ -41,7 +41,9 @@ MESSAGES: tuple[Any, ...] = (
     Pong(),
     CallStuck(),
     Generate([{"role": "user", "content": "é\ud800"}, {"ids": [1, 2]}], 5, ["x"], True, branch=2),
-    Call("add", {"a": 10**30, "type": "Call"}, branch=1, start=BranchStart(0, 3, "critic", [{"ids": [7]}])),
+    CallTool(
+        "add", {"a": 10**30, "type": "Call"}, branch=1, start=BranchStart(0, 3, "critic", [{"ids": [7]}])
+    ),
     Called(4, "3", True),
     End("failed", "why", {0: BranchReward(-0.1, {"kind": 1.0, "words": "x"}, "yes")}, {1: [2, 3]}, [1]),
     Start(Task([{"role": "user", "content": "x"}], 3, {"a": None}, "s", 2, True), [], 7, {"top_p": 0.1}),
@@ -52,7 +54,7 @@ MESSAGES: tuple[Any, ...] = (
     RecordedAnswer("3", False),
     MakeCall(5),
     Noted(),
-    Limit("rollout.session.max_turns = 2", True),
+    ReachedLimit("rollout.session.max_turns = 2", True),
     Refused("the template refuses it"),
 )
 
@@ -95,6 +97,6 @@ def test_any_other_line_is_refused_with_a_short_reason(what: str) -> None:
 
 def test_a_value_that_json_does_not_have_is_not_sent() -> None:
     with pytest.raises(TypeError, match="Object of type bytes is not JSON serializable"):
-        Envelope(Call("add", {"a": b"x"})).line()
+        Envelope(CallTool("add", {"a": b"x"})).line()
     with pytest.raises(ValueError, match="name: Input should be a valid string"):
         FROM_PROCESS.read(Envelope(replace(Generate([]), start=BranchStart(0, 0, 3))).line())  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.core.hooks.slime.names import provide
-from millrace.core.hooks.slime.source import Reads, reads_of
+from millrace.core.hooks.slime.source import HookReads, reads_of
 
 NUMBERS = itertools.count()
 TYPES = "slime.utils.types.Sample"
@@ -91,7 +91,7 @@ TOKENS: dict[str, tuple[str, set[str]]] = {
 }
 
 
-def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> Reads:
+def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> HookReads:
     name = f"written_for_slime_{next(NUMBERS)}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))

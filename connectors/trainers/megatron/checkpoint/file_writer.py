@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.store import Store
-from millrace.connectors.trainers.megatron.checkpoint.host_copy import HostCopy, Place, tensor_at
+from millrace.connectors.trainers.megatron.checkpoint.host_copy import HostCopy, Offset, tensor_at
 
 # A file goes to the disk in pieces of this size, at most two of them in memory. Otherwise other writes would queue behind the
 # whole checkpoint, and its pages would evict others. Four ranks write 16 files: with pieces of 4 MiB a small file waited 0.2 to
@@ -79,7 +79,7 @@ class _Source:
     """Replaces a planner for the writer, which only asks it for items' data."""
 
     def __init__(self, copy: HostCopy, view: mmap.mmap) -> None:
-        self.data: dict[Any, Place | bytes] = {
+        self.data: dict[Any, Offset | bytes] = {
             item.index: data for item, data in zip(copy.plan.items, copy.data, strict=True)
         }
         self._view = view
@@ -87,7 +87,7 @@ class _Source:
     def resolve_data(self, item: WriteItem) -> Any:
         """An item's data: a tensor in the copy, or a file object of bytes."""
         data = self.data[item.index]
-        if isinstance(data, Place):
+        if isinstance(data, Offset):
             return tensor_at(self._view, data)
         assert item.type == WriteItemType.BYTE_IO
         return io.BytesIO(data)

@@ -23,7 +23,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class Place:
+class Offset:
     """The place of a tensor in the memory."""
 
     start: int  # offset in bytes
@@ -36,7 +36,7 @@ class HostCopy:
     """The data that this rank writes: a plan, and for each of its items bytes or a place in the memory."""
 
     plan: SavePlan
-    data: list[Place | bytes]  # one for each item of the plan
+    data: list[Offset | bytes]  # one for each item of the plan
     descriptor: int  # of the memory
     size: int  # bytes of the memory
 
@@ -110,19 +110,19 @@ class CopyingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         """Copy every item's data. Returns when all data is on the host."""
         whole: list[Any] = [planner.resolve_data(item) for item in plan.items]
-        places: list[Place | bytes] = []
+        places: list[Offset | bytes] = []
         size = 0
         for item, value in zip(plan.items, whole, strict=True):
             if item.type == WriteItemType.BYTE_IO:
                 places.append(value.getvalue())
             else:
-                places.append(Place(size, tuple(value.shape), value.dtype))
+                places.append(Offset(size, tuple(value.shape), value.dtype))
                 size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
         size = max(size, mmap.PAGESIZE)
         on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in whole)
         view = self._memory.take(size, pinned=on_gpu)
         for value, place in zip(whole, places, strict=True):
-            if isinstance(place, Place) and value.numel():
+            if isinstance(place, Offset) and value.numel():
                 tensor_at(view, place).copy_(value.detach(), non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
@@ -137,7 +137,7 @@ class CopyingWriter(FileSystemWriter):
         self.metadata = metadata
 
 
-def tensor_at(view: Any, place: Place) -> Tensor:
+def tensor_at(view: Any, place: Offset) -> Tensor:
     """The tensor at a place in the memory, without a copy."""
     count = 1
     for size in place.shape:

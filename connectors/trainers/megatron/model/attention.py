@@ -171,7 +171,7 @@ def _attend_by_length(
 
 
 def short(
-    query: Tensor, key: Tensor, value: Tensor, part: dense_attention.Part, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, part: dense_attention.DensePart, scale: float | None
 ) -> Tensor:
     """Variable-length attention of a part's sequences."""
     cu = dense_attention.cumulative(part.bounds, query.device)

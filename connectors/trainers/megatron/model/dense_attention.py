@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Attention = Callable[[Tensor, Tensor, Tensor, "Part", float | None], Tensor]  # query, key, value, part, scale
+Attention = Callable[
+    [Tensor, Tensor, Tensor, "DensePart", float | None], Tensor
+]  # query, key, value, part, scale
 
 SHORTEST = 1024  # tokens; for shorter sequences, padding and moving cost more than cuDNN gains
 STEPS = 8  # lengths per power of two, so that padding adds at most an eighth
 
 
 @dataclass(frozen=True)
-class Part:
+class DensePart:
     """`rows`: the pack's row at each position, -1 for padding. A dense part has count * length rows, another `bounds`."""
 
     rows: list[int]
@@ -41,7 +43,7 @@ def rounded(length: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def cut(bounds: tuple[int, ...]) -> tuple[Part, ...]:
+def cut(bounds: tuple[int, ...]) -> tuple[DensePart, ...]:
     """Cut a pack, whose sequences are between `bounds`, into parts; each row is in exactly one part."""
     kinds: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(bounds):
@@ -53,14 +55,14 @@ def cut(bounds: tuple[int, ...]) -> tuple[Part, ...]:
         ends = [0]
         for start, end in short:
             ends.append(ends[-1] + end - start)
-        parts.append(Part(rows, bounds=tuple(ends)))
+        parts.append(DensePart(rows, bounds=tuple(ends)))
     for length, spans in sorted(kinds.items()):
         while spans:
             count = 1 << (len(spans).bit_length() - 1)
             rows = []
             for start, end in spans[:count]:
                 rows += [*range(start, end), *[-1] * (length - (end - start))]
-            parts.append(Part(rows, count, length))
+            parts.append(DensePart(rows, count, length))
             spans = spans[count:]
     return tuple(parts)
 
@@ -114,7 +116,7 @@ def _on_device(bounds: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([row for part in cut(bounds) for row in part.rows], device=device)
 
 
-def cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Tensor:
+def cudnn(query: Tensor, key: Tensor, value: Tensor, part: DensePart, scale: float | None) -> Tensor:
     """Attention within the sequences of a dense part."""
     q, k, v = (x.unflatten(0, (part.count, part.length)).transpose(1, 2) for x in (query, key, value))
     attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention

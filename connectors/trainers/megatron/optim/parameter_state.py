@@ -26,7 +26,7 @@ PREFIX = "optimizer.state"
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """Elements start to end of a flattened parameter, on one data parallel rank."""
 
     rank: int
@@ -39,7 +39,7 @@ class Piece:
         return self.end - self.start
 
 
-def pieces_of(start: int, end: int, bucket_start: int, share: int) -> list[Piece]:
+def pieces_of(start: int, end: int, bucket_start: int, share: int) -> list[ParameterSlice]:
     """The pieces of a parameter, in the order of ranks.
 
     start, end: its elements in the buffer. bucket_start: its bucket's first element. share: elements of the bucket on each
@@ -48,11 +48,11 @@ def pieces_of(start: int, end: int, bucket_start: int, share: int) -> list[Piece
     pieces = []
     for rank in range((start - bucket_start) // share, (end - 1 - bucket_start) // share + 1):
         first = bucket_start + rank * share
-        pieces.append(Piece(rank, max(start, first) - start, min(end, first + share) - start))
+        pieces.append(ParameterSlice(rank, max(start, first) - start, min(end, first + share) - start))
     return pieces
 
 
-def owners_of(placed: Sequence[list[Piece]]) -> list[int]:
+def owners_of(placed: Sequence[list[ParameterSlice]]) -> list[int]:
     """The rank that saves each parameter, computed from the pieces of all parameters, equally on every rank.
 
     A parameter on a single rank belongs to that rank. The others are assigned from the largest to the smallest. Each goes to the
@@ -111,7 +111,7 @@ def sharded_parameter_state(
     return state
 
 
-def _placed(optimizer: Any) -> Iterator[tuple[Any, list[Piece]]]:
+def _placed(optimizer: Any) -> Iterator[tuple[Any, list[ParameterSlice]]]:
     """All parameters of the optimizer, in the order of its buffers, with their pieces."""
     ranks = dist.get_world_size(optimizer.data_parallel_group)
     for buffer in optimizer.buffers:
@@ -121,7 +121,7 @@ def _placed(optimizer: Any) -> Iterator[tuple[Any, list[Piece]]]:
 
 
 def _joined(
-    optimizer: Any, parameter: Any, pieces: list[Piece], owner: int, own: int, group: Any
+    optimizer: Any, parameter: Any, pieces: list[ParameterSlice], owner: int, own: int, group: Any
 ) -> dict[str, Tensor]:
     """A parameter's flat, whole tensors on its owner. Another rank sends its piece and gets an empty mapping."""
     held = optimizer._get_main_param_and_optimizer_states(parameter)

@@ -24,7 +24,7 @@ DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_te
 
 
 @dataclass(frozen=True)
-class Section:
+class TensorGroup:
     """Tensors that one rank writes, gathered by the ranks of its tensor parallel group."""
 
     owner: int
@@ -63,7 +63,7 @@ class BucketStream:
                 handle = _ipc_handle(self._buffer_of(end)) if self._share else b""
                 yield WeightBucket(entries, end, not more and section is sections[-1], handle)
 
-    def _buckets(self, section: Section) -> Iterator[tuple[list[TensorEntry], bool]]:
+    def _buckets(self, section: TensorGroup) -> Iterator[tuple[list[TensorEntry], bool]]:
         """Fill the buffer with each bucket of a section in turn; yields its entries, and whether more buckets follow."""
         tensors: Iterator[tuple[str, Tensor]] = iter(())
         if dist.get_rank() in section.gatherers:
@@ -104,11 +104,11 @@ class BucketStream:
         return self._buffer
 
 
-def _sections(model: PolicyModel, hf: dict[str, Any]) -> list[Section]:
+def _sections(model: PolicyModel, hf: dict[str, Any]) -> list[TensorGroup]:
     """The sections of all ranks, in which every tensor occurs once. All ranks must call it."""
     gatherers = tuple(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
     if mpu.get_pipeline_model_parallel_world_size() == mpu.get_expert_model_parallel_world_size() == 1:
-        return [Section(dist.get_rank(), gatherers, None, broadcast=False)]
+        return [TensorGroup(dist.get_rank(), gatherers, None, broadcast=False)]
     kinds = {
         experts
         for experts in (True, False)
@@ -117,7 +117,7 @@ def _sections(model: PolicyModel, hf: dict[str, Any]) -> list[Section]:
     kinds_of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(kinds_of_ranks, (kinds, gatherers))
     return [
-        Section(owner, group, None if len(owned) == 2 else owned == {True}, broadcast=True)
+        TensorGroup(owner, group, None if len(owned) == 2 else owned == {True}, broadcast=True)
         for owner, (owned, group) in enumerate(kinds_of_ranks)
         if owned
     ]

@@ -34,7 +34,7 @@ from millrace.core.families.tensors import INDEX, weight_tensors
 from millrace.core.plain_text import json_text
 
 
-class Checkpoint:
+class FolderTensors:
     """The tensors of a Hugging Face folder, read one at a time.
 
     Raises ConfigError if they do not fit the model, or some are missing. `field`: the setting that named the folder.
@@ -59,7 +59,7 @@ def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "m
     Raises ConfigError naming the first tensor of the folder that does not fit the model.
     """
     arch = architecture(hf)
-    checkpoint = Checkpoint(folder, arch, field)
+    checkpoint = FolderTensors(folder, arch, field)
     vocab_rows = padded_vocab(arch.vocab, mpu.get_tensor_model_parallel_world_size())
     with torch.no_grad():
         for parameter, mapping in mapped_parameters(model, hf):
