@@ -71,7 +71,8 @@ class Rank(BroadcastSource, Protocol):
 
         Raises TrainerError if neither that version nor the one before is held, or if the held one was made of another batch;
         CorruptFileError if the batch has another hash; RefusedStepError if the step may not be applied: no tokens, a loss or a
-        gradient that is not finite, too large a difference from the engines. After an error the weights are unchanged.
+        gradient that is not finite, too large a difference from the engines; TrainerMemoryError if memory runs out. After an
+        error the weights are unchanged.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""One rank of the trainer: the class that becomes a Ray actor. Every rank gets every call.
+"""One rank of megatron-core's trainer: a Rank (connectors/trainers/rank.py), which says what each call promises.
 
 Owns the live state (model, optimizer, schedule, weight version) and the rule that a step is applied once. A step runs like this:
 `train` reads the batch (packing); the learner prepares this rank's part (rank_batch), runs forward and backward passes
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from millrace.connectors.host.garbage import collect_garbage
-from millrace.connectors.trainers.megatron.rank_weights import RankWeights
+from millrace.connectors.trainers.megatron.rank_weights import REBUILD, RankWeights
 from millrace.connectors.trainers.megatron.refusals import check_loss, check_rows
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
@@ -56,7 +56,7 @@ class TrainerRank(RankWeights):
         self._meeting: socket.socket | None = None  # the ranks' meeting point, from `address` to `setup`
 
     def address(self) -> tuple[str, int]:
-        """This node's address and a port of rank 0, at which the ranks meet. The port stays reserved until `setup`."""
+        """This node's address and a port of rank 0, reserved until `setup`."""
         host = "127.0.0.1" if self.world_size == 1 else os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1")
         if self._meeting:
             self._meeting.close()
@@ -64,7 +64,7 @@ class TrainerRank(RankWeights):
         return host, int(self._meeting.getsockname()[1])
 
     def state(self) -> RankState:
-        """The version that the rank holds, and its current activity. Answers while it trains."""
+        """What the rank holds and does."""
         return {
             "rank": self.rank,
             "version": self.version,
@@ -114,20 +114,11 @@ class TrainerRank(RankWeights):
         self.offload_state = OptimizerOffload([policy, critic.trainable] if critic else [policy])
 
     def train(self, step: StepRequest) -> StepMetrics:
-        """Make a step, or answer from memory if its version is held already.
-
-        Raises CorruptFileError if the batch has another hash; RefusedStepError if the difference is too large, the step has no tokens,
-        or loss or gradient are not finite; TrainerMemoryError if GPU memory runs out; TrainerError for any other version. After an
-        error the weights are unchanged.
-        """
+        """Make a step, or answer from memory if its version is held already."""
         if step.version == self.version and self.last is not None:
             self._check_made_of(step)
             return self.last
-        if self.version is None or step.version != self.version + 1:
-            raise TrainerError(
-                f"rank {self.rank} holds weight version {self.version} and cannot make version {step.version} of it",
-                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
-            )
+        self._check_version(step.version - 1, f"and cannot make version {step.version} of it")
         with self._working("train"):
             self.last = self._train(step)
             self.version, self._trained_on = step.version, step.batch_sha256
@@ -200,22 +191,14 @@ class TrainerRank(RankWeights):
         return cast("StepMetrics", made)
 
     def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
-        """Run the passes of chunk `number`, from 0, of the step to `version`; returns the number of chunks that the ranks then hold.
-
-        Does nothing if the chunk is held, or an earlier one is missing. url, sha256: of the file with its rows, in a batch's form.
-        Changes no weights: `train` applies the step if its batch has these rows. Raises TrainerError for any other version.
-        """
-        from millrace.connectors.storage.store import Store
+        """Run the passes of chunk `number` of the step to `version`; returns the number of chunks then held."""
+        from millrace.connectors.storage.store import split_url
         from millrace.connectors.trainers.megatron.packing import read_rows
 
-        if self.version is None or version != self.version + 1:
-            raise TrainerError(
-                f"rank {self.rank} holds weight version {self.version} and cannot make passes of step {version}",
-                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
-            )
-        folder, _, name = url.rpartition("/")
+        self._check_version(version - 1, f"and cannot make passes of step {version}")
+        store, name = split_url(url)
         with self._working("train"):
-            rows = read_rows(Store(folder).read_table(name, "batch", sha256=sha256))
+            rows = read_rows(store.read_table(name, "batch", sha256=sha256))
             return self.chunks.add(version, number, rows)
 
     def _check_made_of(self, step: StepRequest) -> None:
@@ -223,7 +206,7 @@ class TrainerRank(RankWeights):
         if step.batch_sha256 != self._trained_on and None not in (step.batch_sha256, self._trained_on):
             raise TrainerError(
                 f"rank {self.rank} made weight version {self.version} of another batch than {step.batch_url}",
-                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
+                remedy=REBUILD,
             )
 
     def _apply(
@@ -252,17 +235,10 @@ class TrainerRank(RankWeights):
         return figures
 
     def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
-        """Loss of each sample under `version`: the sum over its tokens with a loss, in nats. Every rank returns all.
-
-        Changes no state of training. Raises TrainerError if the rank holds another version.
-        """
+        """Loss of each sample under `version`, in nats."""
         from millrace.connectors.trainers.megatron.held_out import sample_losses
 
-        if version != self.version:
-            raise TrainerError(
-                f"rank {self.rank} holds weight version {self.version}, and losses under version {version} are asked for",
-                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
-            )
+        self._check_version(version, f"and losses under version {version} are asked for")
         with self._working("losses"):
             learner = self.learner
             return sample_losses(learner.passes, samples, self.config, learner.architecture, self.device)
@@ -294,10 +270,7 @@ class TrainerRank(RankWeights):
             begin(self.learner, url, self.version, self.last, self._background)
 
     def commit_save(self) -> float:
-        """Wait until every rank has written its files, then write complete.json; returns the seconds that this rank's writing took.
-
-        Can be called again after an error of storage.
-        """
+        """Wait until every rank has written its files, then write complete.json; returns the seconds that this rank's writing took."""
         from millrace.connectors.trainers.megatron.checkpoint.trainer_state import commit
 
         assert self._background is not None, "begin_save comes first"
@@ -313,10 +286,7 @@ class TrainerRank(RankWeights):
             self._background.drop()
 
     def load(self, url: str) -> int:
-        """Load a checkpoint that `save` wrote, perhaps under another layout; returns the version now held.
-
-        Raises CorruptFileError or MissingFileError if the checkpoint is not complete; then the weights are unchanged.
-        """
+        """Load a checkpoint that `save` wrote, perhaps under another layout; returns the version now held."""
         from millrace.connectors.trainers.megatron.checkpoint.trainer_state import load
 
         with self._working("load"):
@@ -331,16 +301,13 @@ class TrainerRank(RankWeights):
         return self.version
 
     def offload(self) -> int:
-        """Release GPU memory to engines until the rank needs it again; returns bytes freed.
-
-        Raises TrainerMemoryError if the host has no room for the optimizer state.
-        """
+        """Release GPU memory to engines until the rank needs it again; returns bytes freed."""
         self.learner.drop_iteration()
         self.chunks.drop()
         return self.offload_state.offload()
 
     def reload(self) -> None:
-        """Take GPU memory back ahead of a call that needs it. Raises TrainerMemoryError if there is not enough."""
+        """Take GPU memory back ahead of a call that needs it."""
         with self._working("reload"):
             pass
 
@@ -355,12 +322,12 @@ class TrainerRank(RankWeights):
 
     def _read(self, url: str, sha256: str | None = None) -> list[BatchRow]:
         """Rows of a batch, which must have this hash. All steps of an iteration read its file once."""
-        from millrace.connectors.storage.store import Store
+        from millrace.connectors.storage.store import split_url
         from millrace.connectors.trainers.megatron.packing import read_rows
 
         if self._rows is None or self._rows[0] != (url, sha256):
-            folder, _, name = url.rpartition("/")
-            table = Store(folder).read_table(name, "batch", sha256=sha256)
+            store, name = split_url(url)
+            table = store.read_table(name, "batch", sha256=sha256)
             rows = read_rows(table, self.config.trainer.passes, keeps_cache=self.config.pipeline.keeps_cache)
             self._rows = (url, sha256), rows
         return self._rows[1]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from millrace.core.contracts.task_records import FileRecord
     from millrace.core.contracts.weight_bucket import WeightBucket
 
+REBUILD = "end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt"
+
 
 class RankWeights:
     """The part of a trainer rank that reads weights. A subclass builds the policy and knows its version."""
@@ -40,7 +42,7 @@ class RankWeights:
         raise AssertionError("TrainerRank has it")
 
     def export(self, directory: str, version: int) -> None:
-        """Write the weights as a Hugging Face folder that all ranks can see. Raises TrainerError if another version is held."""
+        """Write the weights as a Hugging Face folder that all ranks can see."""
         from millrace.connectors.trainers.megatron.weights.hf_folder import export_hf
 
         self._check_version(version)
@@ -48,10 +50,7 @@ class RankWeights:
             export_hf(self.policy, self.hf, self.config.model.path, directory)
 
     def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
-        """Write the same to a folder in any storage; returns this rank's files. served: the run's settings for engines.
-
-        Raises TrainerError if another version is held.
-        """
+        """Write the same to a folder in any storage; returns this rank's files."""
         from millrace.connectors.trainers.megatron.weights.hf_folder import upload_hf
 
         self._check_version(version)
@@ -59,10 +58,7 @@ class RankWeights:
             return upload_hf(self.policy, self.hf, self.config.model.path, url, served)
 
     def bucket(self, version: int, number: int, size: int, share: bool) -> WeightBucket:
-        """Bucket `number` of the weights, which stays in this rank's memory until the next one; 0 starts a new pass.
-
-        size: bytes of a bucket. share: let other processes on this GPU open it. Raises TrainerError if another version is held.
-        """
+        """Bucket `number` of the weights, which stays in this rank's memory until the next one; 0 starts a new pass."""
         from millrace.connectors.trainers.megatron.weights.buckets import BucketStream
 
         self._check_version(version)
@@ -95,7 +91,7 @@ class RankWeights:
         self._engines.enter(size)
 
     def broadcast_bucket(self, timeout_s: float) -> None:
-        """Broadcast the bucket to the group. Raises TrainerError if that does not end in time."""
+        """Broadcast the bucket to the group."""
         assert self._engines is not None, "open_broadcast comes first"
         assert self._stream is not None, "bucket comes first"
         assert self._stream.flat is not None
@@ -108,6 +104,8 @@ class RankWeights:
             self._engines.close()
         self._engines = None
 
-    def _check_version(self, version: int) -> None:
+    def _check_version(self, version: int, asked: str = "") -> None:
+        """Raise TrainerError if the rank holds another version. asked: what it cannot do then, for the message."""
         if version != self.version:
-            raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
+            why = f" {asked}" if asked else f", not {version}"
+            raise TrainerError(f"rank {self.rank} holds weight version {self.version}{why}", remedy=REBUILD)
