@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 import typer.main
 
 import millrace
@@ -100,18 +99,21 @@ def test_remedies_name_commands() -> None:
     assert {line.split()[0] for _, line in commands()} >= {"branch", "discard", "stop", "runs"}
 
 
-@pytest.mark.parametrize(("place", "line"), commands())
-def test_a_command_in_a_message_exists_with_its_options(place: str, line: str) -> None:
+def test_a_command_in_a_message_exists_with_its_options() -> None:
+    assert [(place, line) for place, line in commands() if not _exists(line)] == []
+
+
+def _exists(line: str) -> bool:
+    """Whether the command is known and takes such arguments; one that is named without arguments only points to it."""
     name, *words = shlex.split(line)
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert name in known, place
+    if name not in known:
+        return False
     options = {option for parameter in known[name].params for option in parameter.opts}
     given = [word for word in words if word.startswith("--")]
-    assert set(given) <= options, place
     needed = [p for p in known[name].params if p.required and p.param_type_name == "argument"]
     values = [word for word in words if not word.startswith("--")]
-    if words:  # a command named without arguments only points to it
-        assert len(values) >= len(needed) + len(given), place
+    return set(given) <= options and (not words or len(values) >= len(needed) + len(given))
 
 
 def test_what_a_remedy_says_to_remove_is_tried_by_a_test() -> None:

@@ -210,7 +210,7 @@ class Evaluation:
         try:
             await engine.weights.update_from_disk(str(export), version)
             live = {"memory": SimpleNamespace(for_engines=ready), "prompts": Prompts(config, folder)}
-            runtime = cast(Any, SimpleNamespace(run_folder=folder, scoring=scoring, **live))
+            runtime = cast(Any, SimpleNamespace(run_folder=folder, config=config, scoring=scoring, **live))
             record = await evaluate_version(IterationContext(runtime, OPEN), OPEN + 1, version)
         finally:
             scoring.close()
