@@ -32,7 +32,7 @@ import psutil
 from benchmarks.answers.engines import answer_body, engines
 from benchmarks.answers.generating import GROUP, as_a_driver, context, drawn_group, generate
 from benchmarks.answers.shards import in_shards
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.engines.sglang.wire.answer_body import read_answer
 from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.store import Store
@@ -113,7 +113,7 @@ def paired(tokens: int, repeats: int) -> dict[str, float]:
     """Tokens a CPU second from an answer's bytes to a table, ours and the plain way: medians, and that of the ratios."""
     bodies = [answer_body(seed, tokens) for seed in range(64)]
     group = drawn_group(0)
-    client = EngineClient("http://nowhere", "engine-0")
+    client = SglangClient("http://nowhere", "engine-0")
 
     def ours() -> Any:
         made = [client._generation(read_answer(body), "r") for body in bodies]

@@ -30,7 +30,7 @@ import psutil
 
 from benchmarks.stored_iterations import StubRun
 from millrace.connectors.engines.dispatching.least_load import LeastLoad
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.storage import files as storage_files
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.run_folder import RunFolder
@@ -175,7 +175,7 @@ def shown(root: str, name: str) -> dict[str, Any]:
 
 def choices(engines: int, samples: int) -> dict[str, float]:
     """Microseconds of a choice of an engine, by a look at each and as the dispatcher chooses."""
-    clients = [EngineClient("http://nowhere", f"engine-{index}") for index in range(engines)]
+    clients = [SglangClient("http://nowhere", f"engine-{index}") for index in range(engines)]
     least, running = LeastLoad(clients), []
     began = time.process_time()
     for _ in range(samples):

@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.embedded_engine import start_engine, wait_for
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.session_pool import SessionPool
@@ -90,7 +90,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
         port_file = Path(folder) / "port"
         engine = start_engine(model, port_file, 1)
-        client = EngineClient(f"http://127.0.0.1:{wait_for(port_file, engine)}", "engine-0")
+        client = SglangClient(f"http://127.0.0.1:{wait_for(port_file, engine)}", "engine-0")
         found: dict[str, list[dict[str, float]]] = {"turns": [], "single_in_sessions": [], "single": []}
         try:
             async with kinds(args, model, client) as makers:
@@ -123,7 +123,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 Make = Callable[[int], Awaitable[None]]
 
 
-async def busy(engine: psutil.Process, client: EngineClient, make: Make, rollouts: int) -> dict[str, float]:
+async def busy(engine: psutil.Process, client: SglangClient, make: Make, rollouts: int) -> dict[str, float]:
     """Seconds, the engine's CPU time a second, and tokens a second."""
     await client.flush()
     before, tokens = sum(engine.cpu_times()[:2]), (await client.progress())[0]
@@ -151,7 +151,7 @@ def session_settings(args: argparse.Namespace, turns: int) -> SessionSection:
 
 
 @asynccontextmanager
-async def kinds(args: argparse.Namespace, model: Path, client: EngineClient) -> Any:
+async def kinds(args: argparse.Namespace, model: Path, client: SglangClient) -> Any:
     """What is measured, by name."""
     config = RunConfig.model_validate(
         {

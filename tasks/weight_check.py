@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 
-from millrace.connectors.engines.sglang.client import EngineClient, idle
+from millrace.connectors.engines.client import EngineClient
+from millrace.connectors.engines.weight_update import idle
 from millrace.connectors.trainers.rank import HeldOutSample, Rank
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.errors import WeightsDifferError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.answers.engines import PROMPT
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.host.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import DrawnGroup
@@ -66,7 +66,7 @@ def context(args: argparse.Namespace, folder: Path) -> IterationContext:
 
 async def generate(ctx: IterationContext, groups: Iterable[int], ports: list[int]) -> None:
     """Ask for all samples of the groups and store their rows, a task a sample, begun group by group as the rollout task does."""
-    clients = [EngineClient(f"http://127.0.0.1:{port}", f"engine-{port}") for port in ports]
+    clients = [SglangClient(f"http://127.0.0.1:{port}", f"engine-{port}") for port in ports]
 
     async def nothing(version: int) -> None:
         """No engine is lost."""

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from millrace.connectors.engines.client import EngineClient, GenerateRequest, Generation
 from millrace.connectors.engines.dispatching.flushing import Flush, Parts
 from millrace.connectors.engines.dispatching.least_load import LeastLoad
 from millrace.connectors.engines.dispatching.pieces import NOTHING, joined, shortened
 from millrace.connectors.engines.request_ids import new_sender, request_id
-from millrace.connectors.engines.sglang.client import EngineClient, Generation
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
@@ -112,11 +112,21 @@ class Dispatcher:
             name = request_id(rid, sent, self._sender)
             sent += 1
             parts = Parts(made, flush, self.allowed) if flush else None
+            request = GenerateRequest(
+                input_ids=ids,
+                sampling_params=left,
+                rid=name,
+                session=session,
+                progress_timeout_s=self.progress_timeout_s,
+                continued=continued + found,
+                priority=priority,
+                cache_key=self._cache_key(engine),
+                on_part=parts.take if parts else None,
+                every=flush.interval if flush else 1,
+            )
             try:
                 with self._noted(name, engine):
-                    result = await self._ask(
-                        engine, ids, left, name, session, continued + found, priority, parts
-                    )
+                    result = await self._ask(engine, request)
             except EngineLostError as error:
                 last = error
                 made = parts.made if parts else made
@@ -157,8 +167,8 @@ class Dispatcher:
         """End all requests for good: each `generate` returns its tokens so far, as aborted."""
         self._stopped = True
         while self._in_flight:
-            ending = [self._abort(name, engine) for name, engine in self._in_flight.items()]
-            await asyncio.gather(*ending)
+            sent = [(name, one) for name, engine in self._in_flight.items() for one in self._holders(engine)]
+            await asyncio.gather(*(self._abort(name, one) for name, one in sent))
             await asyncio.sleep(ABORT_EVERY_S if self._in_flight else 0)
 
     @property
@@ -180,22 +190,20 @@ class Dispatcher:
             del self._in_flight[name]
             self._least.ended(engine)
 
+    def _holders(self, engine: EngineClient) -> Sequence[EngineClient]:
+        """The engines that may hold a request that was sent to `engine`."""
+        return [engine]
+
     def _refit(self, engine: EngineClient) -> int:
         """The `refit` number of the newest weights that may answer a request sent now."""
-        return engine.refit
+        return max((one.refit for one in self._holders(engine)), default=engine.refit)
 
     def _cache_key(self, engine: EngineClient) -> str | None:
         return f"weights:{self._refit(engine)}" if self._keyed else None
 
     async def _abort(self, name: str, engine: EngineClient) -> None:
-        """End a request that was sent to an engine."""
-        await self._abort_at(name, [engine])
-
-    async def _abort_at(self, name: str, engines: Iterable[EngineClient]) -> None:
-        await asyncio.gather(*(self._abort_one(name, engine) for engine in engines))
-
-    async def _abort_one(self, name: str, engine: EngineClient) -> None:
-        with contextlib.suppress(EngineError):  # the request itself notices that the engine is lost
+        """End a request that was sent to an engine. The request itself notices if the engine is lost."""
+        with contextlib.suppress(EngineError):
             await engine.abort(name)
 
     def _note_failure(self, engine: EngineClient, error: EngineError, rid: str, tries: int) -> None:
@@ -207,28 +215,8 @@ class Dispatcher:
         level = logging.DEBUG if repeated else logging.WARNING
         log.log(level, "request %s, attempt %d of %d: %s", rid, tries, self.attempts, error)
 
-    async def _ask(
-        self,
-        engine: EngineClient,
-        input_ids: Sequence[int],
-        params: Mapping[str, Any],
-        rid: str,
-        session: str | None,
-        continued: int,
-        priority: int | None,
-        parts: Parts | None = None,
-    ) -> Generation:
-        return await engine.generate(
-            input_ids,
-            params,
-            rid=rid,
-            session=session,
-            progress_timeout_s=self.progress_timeout_s,
-            continued=continued,
-            priority=priority,
-            cache_key=self._cache_key(engine),
-            **(parts.wanted if parts else {}),
-        )
+    async def _ask(self, engine: EngineClient, request: GenerateRequest) -> Generation:
+        return await engine.generate(request)
 
     async def _engine(self, session: str | None) -> EngineClient | None:
         """An engine that serves. If none does, waits for a recovery first; None if there is still none."""

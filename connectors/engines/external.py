@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.kinds import connect_to
 from millrace.core.config import RunConfig
+from millrace.core.config.engines import ExternalEngines
 from millrace.core.contracts.handles import ServerState
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import EngineError
@@ -23,7 +24,8 @@ class ExternalEngine:
     def __init__(self, config: RunConfig, index: int) -> None:
         self.config = config
         self.index = index
-        assert config.engines.kind == "external"
+        assert isinstance(config.engines, ExternalEngines)
+        self._connect = connect_to(config.engines)
         self.url = config.engines.addresses[index].rstrip("/")
         self._key = resolved(config.engines.key, "engines.key")
         self._waits = 0  # times it was waited for, reported as starts
@@ -77,7 +79,7 @@ class ExternalEngine:
         return await self.state()
 
     async def _answers(self) -> bool:
-        client = EngineClient(self.url, f"engine-{self.index}")
+        client = self._connect(self.url, f"engine-{self.index}", None)
         try:
             return await client.health()
         finally:

@@ -14,13 +14,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+from millrace.connectors.engines.client import CACHE, WEIGHTS, Connect, EngineClient
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.dispatching.least_load import until_changed
+from millrace.connectors.engines.kinds import connect_to
 from millrace.connectors.engines.prefill import PairingDispatcher
-from millrace.connectors.engines.sglang.client import EngineClient, idle, pause_for_update
-from millrace.connectors.engines.sglang.launch import no_room
 from millrace.connectors.engines.sglang.router import RoutedDispatcher, RunRouter
-from millrace.connectors.engines.weight_update import Load, each, load_from_folder, load_from_storage
+from millrace.connectors.engines.weight_update import (
+    Load,
+    each,
+    idle,
+    load_from_folder,
+    load_from_storage,
+    pause_for_update,
+)
 from millrace.connectors.host.local_files import log_folder
 from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate
@@ -33,7 +40,6 @@ from millrace.core.errors import ActorLostError, EngineError, EngineLostError, E
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 30.0  # SGLang's /health generates a token
 PHASES = ("wake", "pause", "load", "resume", "confirm")
-WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's names for memory that it can release
 
 
 class Fleet:
@@ -45,8 +51,11 @@ class Fleet:
         handle: Callable[[int], Awaitable[EngineHandle]],
         router: Callable[[], Awaitable[RouterHandle]] | None = None,
         make_room: Callable[[], Awaitable[None]] | None = None,
+        connect: Connect | None = None,
     ) -> None:
-        """`make_room` is called before an engine's process starts, since SGLang sizes its KV cache by the free memory.
+        """connect: makes a client, by default of the configured kind of engine.
+
+        `make_room` is called before an engine's process starts, since SGLang sizes its KV cache by the free memory.
 
         If engines sleep (RunConfig.engines_sleep), an engine releases its memory right after its start.
         """
@@ -56,6 +65,7 @@ class Fleet:
         self._lost: dict[int, str] = {}  # why an engine is replaced, by index
         self._handle = handle
         self._make_room = make_room
+        self._connect = connect or connect_to(config.engines)
         self._handles: dict[int, EngineHandle] = {}
         self._clients: dict[int, EngineClient] = {}
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
@@ -146,7 +156,7 @@ class Fleet:
         if client is None or new:
             health = self._health[index].state
             await self._drop(index, died=health is not EngineState.STARTING)
-            self._clients[index] = client = EngineClient(url, f"engine-{index}", key)
+            self._clients[index] = client = self._connect(url, f"engine-{index}", key)
             if health is not EngineState.STARTING:  # found running, or restarted by another process
                 self._record_event(index, EngineEvent.STARTED)
         elif self._health[index].state is EngineState.DEAD:
@@ -165,7 +175,7 @@ class Fleet:
             return False
         self._lost.pop(index, None)
         self._record_event(index, EngineEvent.ANSWERED)
-        if version is not None and not (new and self.config.engines.kind == "external"):
+        if version is not None and (self.config.engines.started or not new):
             # the version of a new external engine may be another run's number
             self._record_event(index, EngineEvent.CONFIRMED, version)
         return True
@@ -328,7 +338,7 @@ class Fleet:
             try:
                 await client.weights.resume_memory(wanted)
             except EngineLostError as error:
-                raise EngineLostError(f"{error}{no_room(self.config, CACHE in wanted)}") from None
+                raise EngineLostError(f"{error}{_no_room(self.config, CACHE in wanted)}") from None
             await self._note_released(index, [tag for tag in self._released[index] if tag not in wanted])
 
     async def _note_released(self, index: int, tags: list[str]) -> None:
@@ -378,3 +388,14 @@ class Fleet:
         await asyncio.gather(*(client.close() for client in clients))
         if self._router:
             await self._router.close()
+
+
+def _no_room(config: RunConfig, cache: bool) -> str:
+    """A hint for when SGLang has ended because too little memory is free. cache: it was to take back its KV cache."""
+    ways = []
+    if cache:
+        share = config.engines.sglang.get("mem_fraction_static", "its default")
+        ways.append(f"lower engines.sglang.mem_fraction_static (now {share})")
+    if not config.placement.offload_trainer:
+        ways.append("set placement.offload_trainer to true")
+    return f"; if its log says that the GPU's memory ran out, {' or '.join(ways)}" if ways else ""

@@ -9,14 +9,19 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from millrace.connectors.engines.client import (
+    EngineClient,
+    GenerateRequest,
+    Generation,
+    Handoff,
+    ProgressCheck,
+)
 from millrace.connectors.engines.dispatcher import Dispatcher, least_loaded
-from millrace.connectors.engines.dispatching.flushing import Parts
-from millrace.connectors.engines.sglang.client import EngineClient, Generation, Handoff, ProgressCheck
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
@@ -41,37 +46,16 @@ class PairingDispatcher(Dispatcher):
     def _choose(self, session: str | None) -> EngineClient | None:
         return super()._choose(session) if self._decoding() else None
 
-    async def _ask(
-        self,
-        engine: EngineClient,
-        input_ids: Sequence[int],
-        params: Mapping[str, Any],
-        rid: str,
-        session: str | None,
-        continued: int,
-        priority: int | None,
-        parts: Parts | None = None,
-    ) -> Generation:
+    async def _ask(self, engine: EngineClient, request: GenerateRequest) -> Generation:
         decoder = least_loaded(self._decoding())
-        handoff, pair = _meet(engine, decoder), (engine, decoder)
+        pair = (engine, decoder)
+        decode = replace(request, session=None, handoff=_meet(*pair), check=self._check_of(*pair))
+        prefill = replace(decode, on_part=None)
         for one in pair:
             one.in_flight += 1  # before the first await, since requests come in bursts
         tasks = [
-            asyncio.ensure_future(
-                one.generate(
-                    input_ids,
-                    params,
-                    rid=rid,
-                    progress_timeout_s=self.progress_timeout_s,
-                    check=self._check_of(*pair),
-                    handoff=handoff,
-                    continued=continued,
-                    priority=priority,
-                    cache_key=self._cache_key(engine),
-                    **(parts.wanted if parts and one is decoder else {}),
-                )
-            )
-            for one in pair
+            asyncio.ensure_future(one.generate(asked))
+            for one, asked in zip(pair, (prefill, decode), strict=True)
         ]
         try:
             prefilled, decoded = await asyncio.gather(*tasks)
@@ -88,11 +72,8 @@ class PairingDispatcher(Dispatcher):
             return prefilled  # the caller refuses its version
         return replace(decoded, cached_tokens=prefilled.cached_tokens)
 
-    async def _abort(self, name: str, engine: EngineClient) -> None:
-        await self._abort_at(name, [*self._engines(), *self._decoding()])
-
-    def _refit(self, engine: EngineClient) -> int:
-        return max((one.refit for one in [*self._engines(), *self._decoding()]), default=engine.refit)
+    def _holders(self, engine: EngineClient) -> Sequence[EngineClient]:
+        return [*self._engines(), *self._decoding()]
 
     def _check_of(self, *pair: EngineClient) -> ProgressCheck:
         """A check that either engine makes progress: one may wait for the other while that has other work."""

@@ -9,26 +9,18 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.engines.sglang.launch import (
-    ENGINE_KEY,
-    embedded_command,
-    engine_kind,
-    router_command,
-    sglang_command,
-    sglang_environment,
-    without_http_proxy,
-    write_sglang_keys,
-)
+from millrace.connectors.engines.kinds import LAUNCH
+from millrace.connectors.engines.launch import EngineStart, Launch, free_port, without_http_proxy
+from millrace.connectors.engines.sglang.launch import router_command
 from millrace.connectors.engines.sglang.router_process import KEY as ROUTER_KEY
 from millrace.connectors.host.local_files import PRIVATE_FILE, PRIVATE_FOLDER, log_folder
 from millrace.connectors.host.own_folders import own_folder, remove_own_folder, temporary_folder
@@ -44,10 +36,6 @@ PORT_TAKEN = "address already in use"  # in the end of the server's log
 PORT_TRIES = 3
 # the server is on the same node, so a proxy from the environment must not answer for it
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-Launch = tuple[
-    Sequence[str], Callable[[], int | None], Mapping[str, str] | None
-]  # command, its port, environment
 
 
 class _ServerHolder:
@@ -87,34 +75,26 @@ class _ServerHolder:
         end of its log if it dies for another reason or does not answer within engines.start_timeout_s.
         """
         for left in reversed(range(PORT_TRIES)):
-            if self._started(what, *launch(), may_try_again=left > 0):
+            if self._started(what, launch(), may_try_again=left > 0):
                 return
 
-    def _started(
-        self,
-        what: str,
-        command: Sequence[str],
-        port: Callable[[], int | None],
-        environment: Mapping[str, str] | None,
-        *,
-        may_try_again: bool,
-    ) -> bool:
+    def _started(self, what: str, launch: Launch, *, may_try_again: bool) -> bool:
         """True once the server answers; False if it ended because a port was taken, and another try is allowed."""
         self.starts += 1
         self.log.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             os.fchmod(out.fileno(), PRIVATE_FILE)  # SGLang logs its arguments, and with them the key
             self._process = subprocess.Popen(
-                command,
+                launch.command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=without_http_proxy(os.environ if environment is None else environment),
+                env=without_http_proxy(launch.environment),
                 preexec_fn=_die_with_parent,
             )
         deadline = time.monotonic() + self.config.engines.start_timeout_s
         while True:
-            known = port()
+            known = launch.port()
             if known and _answers(f"http://{self.address}:{known}/health"):
                 self._url = f"http://{self.address}:{known}"
                 return True
@@ -181,24 +161,11 @@ class EngineServer(_ServerHolder):
         if self.state()["alive"]:
             return self.state()
         self._released = []
-        kind = engine_kind(self.config, visible_gpus())
-        what = f"engine {self.index} ({kind})"
+        kind = self.config.engines.kind_at(visible_gpus()).name
         with temporary_folder("millrace-engine") as folder:  # no other user can read in it
-            launch = self._embedded if kind == "embedded" else self._sglang
-            self._run(what, partial(launch, model, Path(folder)))
+            start = EngineStart(self.config, model, self.index, self.address, self._key, Path(folder))
+            self._run(f"engine {self.index} ({kind})", partial(LAUNCH[kind], start))
         return self.state()
-
-    def _embedded(self, model: str, folder: Path) -> Launch:
-        port_file = folder / "port"
-        command = embedded_command(self.config, model, port_file)
-        return command, partial(_number_in, port_file), {**os.environ, ENGINE_KEY: self._key}
-
-    def _sglang(self, model: str, folder: Path) -> Launch:
-        port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
-        keys = write_sglang_keys(folder, self._key)
-        command = sglang_command(self.config, model, port, self.index, bootstrap, keys)
-        patience = self.config.rollout.progress_timeout_s
-        return command, lambda: port, sglang_environment(os.environ, self.address, patience)
 
     def download(self, url: str) -> str:
         """Copy a folder from storage to this node and return its path. The copy stays until `remove_download`."""
@@ -228,9 +195,9 @@ class RouterServer(_ServerHolder):
         return self.state()
 
     def _launch(self) -> Launch:
-        port, metrics = _free_port(self.config.engines.host), _free_port("127.0.0.1")
+        port, metrics = free_port(self.config.engines.host), free_port("127.0.0.1")
         command = router_command(self.config, port, metrics)
-        return command, lambda: port, {**os.environ, ROUTER_KEY: self._key}
+        return Launch(command, lambda: port, {**os.environ, ROUTER_KEY: self._key})
 
 
 def _die_with_parent() -> None:
@@ -244,13 +211,3 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return False
-
-
-def _number_in(file: Path) -> int | None:
-    return int(file.read_text()) if file.exists() else None
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

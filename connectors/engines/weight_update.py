@@ -1,6 +1,6 @@
 """Ways to load weights into engines: a folder, a folder in storage, buckets on shared GPUs, buckets broadcast by rank 0.
 
-Owns which weights each engine GPU gets, the group of a broadcast, and the handling of engines when one is lost meanwhile. Knows
+Owns how requests are held meanwhile, which weights each engine GPU gets, the group of a broadcast, and what happens to the other engines when one is lost. Knows
 nothing of how buckets are made, nor of which engine may serve.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.wire.bucket_payload import payload
+from millrace.connectors.engines.client import EngineClient
+from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.handles import Asked, BroadcastSource, EngineHandle
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import (
@@ -30,6 +30,7 @@ from millrace.core.errors import (
 
 BUCKET_TIMEOUT_S = 60.0  # longest broadcast of one bucket
 LATE_S = 10.0  # how much longer engines may take
+IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
 
 Clients = Mapping[int, EngineClient]  # by engine index
 Results = list[Any]  # one per engine, in the order of the clients: an error, or anything else for success
@@ -38,6 +39,35 @@ Load = Callable[[Clients, int], Awaitable[Results]]
 BucketStream = Callable[[], AsyncIterator[Sequence[WeightBucket]]]
 """One pass over all weights, bucket by bucket; each item has every rank's copy of a bucket."""
 _SendBucket = Callable[[Sequence[WeightBucket], list[int], int | None], Awaitable[Results]]
+
+
+async def pause_for_update(client: EngineClient, on_update: OnUpdate) -> None:
+    """Pause an engine before a weight update.
+
+    With retract and keep it keeps its requests; raises EngineError if the engine cannot. Otherwise the requests are ended first,
+    since SGLang 0.5.17 dies if weights arrive while requests wait. Their dispatcher sends them again, unless they were cancelled
+    or sent by a dead driver.
+    """
+    if on_update in ("retract", "keep"):
+        await client.check_keeps_requests()
+        client.refits_amid_requests += 1
+        await client.pause("retract" if on_update == "retract" else "in_place")
+    else:
+        await idle(client)
+        await client.pause("retract")
+
+
+async def idle(client: EngineClient) -> None:
+    """End an engine's requests, and flush its cache as soon as none runs: until then the engine refuses."""
+    await client.abort()
+    for _ in range(IDLE_TRIES):
+        try:
+            return await client.flush()
+        except EngineLostError:
+            raise
+        except EngineError:
+            await asyncio.sleep(IDLE_WAIT_S)
+    raise EngineLostError(f"{client.engine_id}: still busy after its requests were ended")
 
 
 def each(call: Callable[[EngineClient], Awaitable[Any]]) -> Load:
@@ -116,12 +146,8 @@ def load_by_ipc(stream: BucketStream, gpus: int, seconds: dict[str, float]) -> L
         async def send(copies: Sequence[WeightBucket], left: list[int], known: int | None) -> Results:
             return await asyncio.gather(
                 *(
-                    clients[index].weights.update_from_tensor(
-                        [
-                            payload(copy.entries, copy.handle)
-                            for copy in copies[index * gpus : (index + 1) * gpus]
-                        ],
-                        known,
+                    clients[index].weights.update_from_memory(
+                        copies[index * gpus : (index + 1) * gpus], known
                     )
                     for index in left
                 ),

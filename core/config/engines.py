@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from millrace.core.config.engine_kinds import EMBEDDED, EXTERNAL, SGLANG, EngineKind
 from millrace.core.config.parts.menu import Menu
 from millrace.core.config.parts.section import Section
 from millrace.core.contracts.references import WHOLE
@@ -26,6 +27,8 @@ class Router(Section):
 
 
 class _Served(Section):
+    kinds: ClassVar[tuple[EngineKind, ...]]  # on a host with a GPU the first, without one the last
+
     host: str = Field(
         "127.0.0.1",
         description="Address on which engines and router listen. Loopback unless you change it; 0.0.0.0 for engines on "
@@ -39,6 +42,19 @@ class _Served(Section):
         None,
         description="Send requests through an sglang-router; when not given, each goes to the least loaded engine.",
     )
+
+    def kind_at(self, gpus: int) -> EngineKind:
+        """The kind on a host with so many GPUs."""
+        return self.kinds[0 if gpus else -1]
+
+    @property
+    def started(self) -> bool:
+        """Whether millrace starts, ends and configures the engines."""
+        return all(kind.started for kind in self.kinds)
+
+    def cached(self, longest: int) -> int | None:
+        """Most tokens of sequences up to `longest` that a KV cache of the size in this section holds; None: it says no size."""
+        return None
 
 
 class _Started(_Served):
@@ -62,63 +78,46 @@ class _SglangOptions(Section):
     sglang: dict[str, Any] = Field({}, description="Fields of SGLang's ServerArgs by their own names.")
 
 
-class _EmbeddedOptions(Section):
+class EmbeddedOptions(Section):
+    """Fields of an embedded engine."""
+
     threads: int | None = Field(None, ge=1, description="CPU threads of an embedded engine.")
     max_running: int = Field(64, ge=1, description="Requests that an embedded engine runs at once.")
     max_total_tokens: int = Field(65536, ge=1, description="Size of an embedded engine's KV cache. Tokens.")
 
+    def cached(self, longest: int) -> int | None:
+        """Most tokens of sequences up to `longest` that are cached at once."""
+        return min(self.max_total_tokens, self.max_running * longest)
 
-class AutoEngines(_EmbeddedOptions, _SglangOptions, _Disaggregated, _OnGpus, _Started):
+
+class AutoEngines(EmbeddedOptions, _SglangOptions, _Disaggregated, _OnGpus, _Started):
     """SGLang if there is a GPU, else embedded engines."""
 
+    kinds = (SGLANG, EMBEDDED)
     kind: Literal["auto"] = "auto"
 
-    @property
-    def generating(self) -> int:
-        """Engines that generate tokens."""
-        return self.count - self.prefill
 
-
-class EmbeddedEngines(_EmbeddedOptions, _Started):
+class EmbeddedEngines(EmbeddedOptions, _Started):
     """millrace's own engine, which runs the model with transformers on the CPU."""
 
+    kinds = (EMBEDDED,)
     kind: Literal["embedded"] = "embedded"
-
-    @property
-    def generating(self) -> int:
-        """Engines that generate tokens."""
-        return self.count
-
-    @property
-    def gpus(self) -> int:
-        """Devices per engine: one."""
-        return 1
-
-    @property
-    def prefill(self) -> int:
-        """Engines that only prefill: none."""
-        return 0
-
-    @property
-    def sglang(self) -> dict[str, Any]:
-        """Options of SGLang: none."""
-        return {}
+    gpus: ClassVar[int] = 1
+    prefill: ClassVar[int] = 0
+    sglang: ClassVar[dict[str, Any]] = {}
 
 
 class SglangEngines(_SglangOptions, _Disaggregated, _OnGpus, _Started):
     """SGLang servers, each on `gpus` GPUs."""
 
+    kinds = (SGLANG,)
     kind: Literal["sglang"] = "sglang"
-
-    @property
-    def generating(self) -> int:
-        """Engines that generate tokens."""
-        return self.count - self.prefill
 
 
 class ExternalEngines(_Disaggregated, _OnGpus, _Served):
     """Running servers that millrace does not start, stop or configure."""
 
+    kinds = (EXTERNAL,)
     kind: Literal["external"] = "external"
     addresses: list[str] = Field(
         min_length=1,
@@ -136,15 +135,7 @@ class ExternalEngines(_Disaggregated, _OnGpus, _Served):
         """Number of engines."""
         return len(self.addresses)
 
-    @property
-    def generating(self) -> int:
-        """Engines that generate tokens."""
-        return self.count - self.prefill
-
-    @property
-    def sglang(self) -> dict[str, Any]:
-        """Options of SGLang that millrace sets: none."""
-        return {}
+    sglang: ClassVar[dict[str, Any]] = {}
 
 
 Engines = Annotated[

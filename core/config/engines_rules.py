@@ -25,7 +25,7 @@ WITHOUT_HANDOFF = ("STANDALONE", "NGRAM")
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Settings of engines that contradict each other, or the rest of the configuration."""
     yield from _kv_cache(config)
-    if config.engines.kind == "external":
+    if isinstance(config.engines, ExternalEngines):
         yield from _external(config, config.engines)
     yield from _router(config)
     yield from _prefill(config)
@@ -40,15 +40,15 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _kv_cache(config: RunConfig) -> Iterator[Problem]:
-    e = config.engines
-    if config.algorithm.supervised or e.kind not in ("auto", "embedded"):
+    if config.algorithm.supervised:
         return
     for field, tokens in config.response_budgets.items():
         needed = config.data.max_prompt_tokens + tokens
-        if needed > e.max_total_tokens:
+        room = config.engines.cached(needed)
+        if room is not None and needed > room:
             yield Problem(
                 "engines.max_total_tokens",
-                e.max_total_tokens,
+                room,
                 f"one sample may need data.max_prompt_tokens + {field} = {needed} tokens of KV cache",
                 f"set it to {needed} or more",
             )

@@ -96,7 +96,7 @@ def _rollouts_only(config: RunConfig) -> Iterator[Problem]:
             "no checkpoint is saved",
         ),
         "trainer.store_logprobs": (config.trainer.store_logprobs, True, "no trainer computes them"),
-        "engines.kind": (config.engines.kind == "external", "external", "they are loaded with model.path"),
+        "engines.kind": (not config.engines.started, config.engines.kind, "they are loaded with model.path"),
     }
     for field, (wrong, value, reason) in needs.items():
         if wrong:
@@ -137,7 +137,7 @@ def _rollouts_from(config: RunConfig) -> Iterator[Problem]:
             "there are no engines to compare the trainer with",
         ),
         "evaluation.sets": (bool(config.evaluation.sets), "set", "no engine answers them"),
-        "engines.kind": (config.engines.kind == "external", "external", "no engine is asked"),
+        "engines.kind": (not config.engines.started, config.engines.kind, "no engine is asked"),
     }
     remedies = {
         "pipeline.rollouts_from": "give the new run another run.name",

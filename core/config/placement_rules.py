@@ -29,11 +29,12 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         )
     if not config.placement.colocate:
         return
-    if e.kind == "external":
+    if not e.started:
         yield Problem(
             "placement.colocate", True, "external engines share no GPU with the trainer", "set it to false"
         )
-    if e.kind == "embedded" or config.trainer.device == "cpu":
+    shared = any("ipc" in kind.transports for kind in e.kinds)
+    if not shared or config.trainer.device == "cpu":
         yield Problem(
             "placement.colocate",
             True,

@@ -195,7 +195,7 @@ class RunConfig(Section):
     @property
     def _on_gpus(self) -> bool:
         """Whether trainer and engines work on GPUs, as far as a configuration tells."""
-        return self.engines.kind == "sglang" and self.trainer.device != "cpu"
+        return all(kind.runs_on == "gpu" for kind in self.engines.kinds) and self.trainer.device != "cpu"
 
 
 def _at(values: Any, *path: str) -> Any:

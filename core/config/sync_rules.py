@@ -30,7 +30,8 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "placement.colocate shares GPUs, and NCCL joins none to a group twice",
             "set it to ipc or disk",
         )
-    if e.kind != "external" and (e.kind == "embedded") != (config.trainer.device == "cpu"):
+    on_cpu = all(kind.runs_on == "cpu" for kind in e.kinds)
+    if e.started and on_cpu != (config.trainer.device == "cpu"):
         yield Problem(
             "sync.kind",
             "broadcast",

@@ -24,6 +24,8 @@ from millrace.connectors.host.local_files import home
 from millrace.connectors.ray import head_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.core.config.engine_kinds import SGLANG
+from millrace.core.config.engines import ExternalEngines
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.plan import (
     host_memory,
@@ -120,43 +122,9 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
             f"trainer and engines need {needed:g} GPUs, and this host shows {gpus}",
             "lower it, engines.count or engines.gpus, set placement.colocate=true, or join a cluster by placement.ray_address",
         )
-    if here and config.engines.prefill and config.engines.kind != "external" and not gpus:
-        yield Problem(
-            "engines.prefill",
-            config.engines.prefill,
-            "without a GPU engines are embedded ones, which prefill and decode",
-            "set it to 0",
-        )
-    for place, sampling in config.samplings if here and config.engines.kind == "auto" and not gpus else ():
-        for name, value in sampling.grammar.items():
-            yield Problem(
-                f"{place}.{name}",
-                value,
-                "without a GPU engines are embedded ones, which have no grammar backend",
-                "leave it out, or run on a host with a GPU",
-            )
-    if here and config.engines.kind == "sglang" and not sglang_finds("sglang"):
-        yield Problem(
-            "engines.kind",
-            "sglang",
-            "SGLang is not installed",
-            "install it, or set engines.kind to auto or embedded",
-        )
-    if here and (gpus or config.engines.kind == "sglang"):
-        yield from _keeps_requests(config)
-    if here and config.engines.router and not importlib.util.find_spec("sglang_router"):
-        yield Problem("engines.router", config.engines.router.policy, *ROUTER_MISSING)
-    if here and config.engines.prefill and config.engines.kind == "sglang":
-        yield from _transfers(config.engines.sglang.get("disaggregation_transfer_backend", "mooncake"))
-    algorithm = str(config.engines.sglang.get("speculative_algorithm") or "NGRAM")
-    if here and gpus and algorithm.upper() != "NGRAM" and not sglang_finds("deep_gemm"):
-        yield Problem(
-            "engines.sglang.speculative_algorithm",
-            algorithm,
-            "SGLang imports deep_gemm when it starts with a draft model, and does not find it",
-            "install sgl-deep-gemm where SGLang is, or set it to NGRAM",
-        )
-    if config.engines.kind == "external":
+    if here:
+        yield from _engines(config, gpus)
+    if isinstance(config.engines, ExternalEngines):
         for address in config.engines.addresses:
             yield from engine_answers(address, config.engines.key)
     if here:
@@ -170,6 +138,55 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 "sync.directory", folder, f"no folder that can be written: {error.strerror}", remedy
             )
+
+
+def _engines(config: RunConfig, gpus: int) -> Iterator[Problem]:
+    """What the kind of engine that this host would start lacks, or does not find here."""
+    e = config.engines
+    kind = e.kind_at(gpus)
+    if e.prefill and (not kind.prefills_apart or (kind.runs_on == "gpu" and not gpus)):
+        yield Problem(
+            "engines.prefill",
+            e.prefill,
+            "without a GPU engines are embedded ones, which prefill and decode",
+            "set it to 0",
+        )
+    # a rule of the configuration has reported a grammar that no kind has
+    lacks_grammar = not kind.has_grammar and any(other.has_grammar for other in e.kinds)
+    for place, sampling in config.samplings if lacks_grammar else ():
+        for name, value in sampling.grammar.items():
+            yield Problem(
+                f"{place}.{name}",
+                value,
+                f"without a GPU engines are {kind.name} ones, which have no grammar backend",
+                "leave it out, or run on a host with a GPU",
+            )
+    if e.router and not importlib.util.find_spec("sglang_router"):
+        yield Problem("engines.router", e.router.policy, *ROUTER_MISSING)
+    if kind is SGLANG:
+        yield from _sglang(config, gpus)
+
+
+def _sglang(config: RunConfig, gpus: int) -> Iterator[Problem]:
+    e = config.engines
+    if e.kind == SGLANG.name and not sglang_finds("sglang"):
+        yield Problem(
+            "engines.kind",
+            "sglang",
+            "SGLang is not installed",
+            "install it, or set engines.kind to auto or embedded",
+        )
+    yield from _keeps_requests(config)
+    if e.prefill:
+        yield from _transfers(e.sglang.get("disaggregation_transfer_backend", "mooncake"))
+    algorithm = str(e.sglang.get("speculative_algorithm") or "NGRAM")
+    if gpus and algorithm.upper() != "NGRAM" and not sglang_finds("deep_gemm"):
+        yield Problem(
+            "engines.sglang.speculative_algorithm",
+            algorithm,
+            "SGLang imports deep_gemm when it starts with a draft model, and does not find it",
+            "install sgl-deep-gemm where SGLang is, or set it to NGRAM",
+        )
 
 
 def _keeps_requests(config: RunConfig) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from millrace.connectors.engines.sglang.server_args import UNTOLD, server_args, sglang_finds
 from millrace.core.config import RunConfig
+from millrace.core.config.engine_kinds import SGLANG
 from millrace.core.config.parts.problems import Problem
 from millrace.flows.preflight.tested_versions import EXACT, SHOWN, TESTED, TESTED_SGLANG
 
@@ -73,7 +74,7 @@ def versions_line(config: RunConfig) -> str:
     """Versions for the plan: of the main packages, and every untested version."""
     found, tested = installed(["millrace", *TESTED]), dict(TESTED)
     shown = ["millrace", *SHOWN]
-    if config.engines.kind in ("auto", "sglang") and sglang_finds("sglang"):
+    if SGLANG in config.engines.kinds and sglang_finds("sglang"):
         version, _ = server_args()
         if version != UNTOLD:
             found["sglang"], tested["sglang"] = version, TESTED_SGLANG

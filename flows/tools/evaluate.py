@@ -226,10 +226,10 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
             remedy="to sample answers, name the folder of an export and the configuration of an RL run: "
             "`millrace eval FOLDER --config rl.yaml`",
         )
-    if config.engines.kind == "external":
+    if not config.engines.started:
         raise ConfigError(
             "an evaluation loads other weights, which engines of another run may not be given",
-            where="engines.kind = external",
+            where=f"engines.kind = {config.engines.kind}",
             remedy="set engines.kind to sglang or embedded: engines=... of its own configuration",
         )
     values = config.model_dump(mode="json")

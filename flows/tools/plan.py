@@ -112,7 +112,7 @@ def recorded_run(config: RunConfig, folder: RunFolder) -> RecordedRun:
         seconds=Seconds(**means),
         speed=fit_speed([request for each in steady for request in each.requests]),
         machine=Machine(
-            engines=config.engines.generating,
+            engines=config.engines.count - config.engines.prefill,
             engine_gpus=max(1, config.engines.gpus),
             trainer_gpus=config.trainer.world_size,
             colocated=config.placement.colocate,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatching.pieces import segment
-from millrace.connectors.engines.sglang.client import Generation
 from millrace.core.contracts.ids import tokens_hash
 from millrace.core.contracts.sample import DrawnGroup, PolicySpan
 from millrace.core.contracts.turns import TurnKind, TurnRow, first_gap, rows_that_count

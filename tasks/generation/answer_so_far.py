@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from millrace.connectors.engines.client import NO_TOKENS
 from millrace.connectors.engines.dispatching.pieces import NOTHING, joined_spans
-from millrace.connectors.engines.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.contracts.sample import GeneratedSample, PolicySpan
 from millrace.core.contracts.turns import TurnRow
 from millrace.tasks.generation.single_samples import Answer

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from millrace.connectors.engines.client import NO_TOKENS, Generation
 from millrace.connectors.engines.dispatching.flushing import Flush
-from millrace.connectors.engines.sglang.client import Generation
-from millrace.connectors.engines.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample

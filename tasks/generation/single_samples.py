@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from millrace.connectors.engines.client import NO_TOKENS, Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.dispatching.flushing import Flush
 from millrace.connectors.engines.dispatching.pieces import ended_at_stop, shortened
-from millrace.connectors.engines.sglang.client import Generation
-from millrace.connectors.engines.sglang.wire.answer_body import NO_TOKENS
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
@@ -86,7 +85,7 @@ class SampleGenerator:
         self._engines: Dispatcher | None = None
         self._stopped = False
         self._ready = asyncio.Lock()
-        places = config.rollout.max_concurrency * config.engines.generating
+        places = config.rollout.max_concurrency * (config.engines.count - config.engines.prefill)
         self._places = asyncio.Semaphore(share.part_of(places))
 
     async def generate(

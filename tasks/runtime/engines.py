@@ -34,7 +34,7 @@ class Engines:
 
     async def exist(self) -> bool:
         """Whether an engine outlived an earlier driver, or runs outside the run."""
-        return self.config.engines.kind == "external" or bool(await self._living())
+        return not self.config.engines.started or bool(await self._living())
 
     async def running(self) -> Fleet:
         """The fleet, with every engine running."""
@@ -70,7 +70,7 @@ class Engines:
 
     async def _engine(self, index: int) -> EngineHandle:
         """A handle on an engine: a living actor, a new actor, or an external engine's address."""
-        if self.config.engines.kind == "external":
+        if not self.config.engines.started:
             return ExternalEngine(self.config, index)
         await self._cluster.join()
         actor = await self._cluster.find_alive("engine", index, EngineServer)

@@ -366,7 +366,7 @@ class BoardKeeper:
 
     async def nodes(self) -> list[str]:
         """The nodes of the engines, one each; none where engines run outside the run."""
-        if self._config.engines.kind == "external":
+        if not self._config.engines.started:
             return []
         await self._cluster.join()
         return [place.node for place in await self._cluster.places("engine")]

@@ -22,9 +22,10 @@ import ray
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from millrace.connectors.engines.client import Connect, EngineClient
 from millrace.connectors.engines.dispatcher import Dispatcher, EngineAddress
 from millrace.connectors.engines.dispatching.least_load import until_changed
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.kinds import connect_to
 from millrace.connectors.host.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.connectors.host.local_files import keep_private
 from millrace.connectors.ray import actors
@@ -176,9 +177,9 @@ class ShardContext(IterationContext):
 class ShardStream(Stream):
     """The driver's Stream as a shard sees it. It has the parts that the driver listed, and the parts of shards with this number."""
 
-    def __init__(self, link: Link, attempt: Attempt) -> None:
+    def __init__(self, link: Link, attempt: Attempt, connect: Connect) -> None:
         super().__init__(released=0, joined=None)
-        self.engines = ShardEngines(link, attempt)
+        self.engines = ShardEngines(link, attempt, connect)
         self._deferred: int | None = None
         self._link, self._attempt = link, attempt
         self._taken = 0  # revision up to which the state was taken over
@@ -220,8 +221,8 @@ class ShardStream(Stream):
 class ShardEngines:
     """The engines that the driver makes ready. It alone starts, checks and replaces them, and is told which lost a request."""
 
-    def __init__(self, link: Link, attempt: Attempt) -> None:
-        self._link, self._attempt = link, attempt
+    def __init__(self, link: Link, attempt: Attempt, connect: Connect) -> None:
+        self._link, self._attempt, self._connect = link, attempt, connect
         self._known = EnginesState()
         self._clients: dict[str, EngineClient] = {}  # by URL
         self._suspect: set[str] = set()  # URLs
@@ -260,7 +261,7 @@ class ShardEngines:
             if engines.updates > before.updates:
                 client.note_refit()
             client.refits_amid_requests += engines.updates_amid - before.updates_amid
-        self._clients = {each.url: _client(each, old.get(each.url)) for each in engines.serving}
+        self._clients = {each.url: self._client(each, old.get(each.url)) for each in engines.serving}
         replies = {each.number: each for each in engines.replies if each.attempt == self._attempt}
         if len(replies) > len(self._replies):
             self._suspect.clear()
@@ -296,19 +297,18 @@ class ShardEngines:
         near = [client for url, client in serving.items() if f"//{address}:" in url]
         return near or list(serving.values())
 
+    def _client(self, engine: EngineAddress, held: EngineClient | None) -> EngineClient:
+        """A client of the engine: the held one, if it has the same key."""
+        if held and held.key == engine.key:
+            return held
+        return self._connect(engine.url, engine.engine_id, engine.key)
+
     def _mark_suspect(self, client: EngineClient, error: EngineLostError) -> None:
         if client.url not in self._suspect:
             self._suspect.add(client.url)
             self._changes += 1
             stalled = isinstance(error, EngineStalledError)
             self._lost.append(LostEngine(client.engine_id, client.url, str(error), stalled))
-
-
-def _client(engine: EngineAddress, held: EngineClient | None) -> EngineClient:
-    """A client of the engine: the held one, if it has the same key."""
-    if held and held.key == engine.key:
-        return held
-    return EngineClient(engine.url, engine.engine_id, engine.key)
 
 
 @contextlib.asynccontextmanager
@@ -332,7 +332,8 @@ async def shard_context(
     call: ShardCall, board: actors.Actor[Board], runtime: Runtime, address: str
 ) -> AsyncIterator[ShardContext]:
     """The shard's context; within, it follows the board. Left with an error once this attempt counts no more."""
-    stream = ShardStream(Link(board, call.token, call.topic), call.attempt)
+    connect = connect_to(runtime.config.engines)
+    stream = ShardStream(Link(board, call.token, call.topic), call.attempt, connect)
     try:
         await stream.catch_up()
         ctx = await asyncio.to_thread(ShardContext, runtime, call, stream, address)

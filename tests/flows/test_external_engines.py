@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import Workplace, final_weights
@@ -25,7 +25,7 @@ def holds_weights_as_version_0(url: str, model: Path) -> None:
     """Loads a folder's weights; whose version 0 they are nobody can know."""
 
     async def load() -> None:
-        client = EngineClient(url, "engine-0")
+        client = SglangClient(url, "engine-0")
         try:
             await client.weights.update_from_disk(str(model), 0)
             assert await client.weight_version() == 0

@@ -10,7 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from millrace.connectors.engines.sglang.launch import embedded_command, sglang_command
+from millrace.connectors.engines.embedded.launch import embedded_command
+from millrace.connectors.engines.sglang.launch import sglang_command
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig

@@ -40,6 +40,7 @@ def test_sglang_keeps_the_engine_contract(tmp_path: Path) -> None:
             "no:cacheprovider",
             "-rf",
             "tests/connectors/engine_contract",
+            "tests/connectors/sglang_protocol",
         ]
         ended = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, check=False

@@ -59,10 +59,10 @@ NO_CYCLES = {
     },
 }
 OTHER_CONNECTOR = {
-    "at the top": "from millrace.connectors.engines.sglang.client import EngineClient",
+    "at the top": "from millrace.connectors.engines.sglang.client import SglangClient",
     "the package": "from millrace.connectors import engines",
     "inside a function": "def f():\n    import millrace.connectors.engines.sglang.client",
-    "for types": "if TYPE_CHECKING:\n    from millrace.connectors.engines.sglang.client import EngineClient",
+    "for types": "if TYPE_CHECKING:\n    from millrace.connectors.engines.sglang.client import SglangClient",
     "relative": "from ...engines.sglang import client",
 }
 ALLOWED_IMPORT = {

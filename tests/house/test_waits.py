@@ -80,7 +80,8 @@ ROWS = {
     "connectors/teachers/served_teacher.py": {
         "async with self._free": "over requests with algorithm.teacher_server.timeout_s and attempts",
     },
-    "connectors/engines/sglang/client.py": {"async with self._polling": REQUEST, "asyncio.sleep": COUNTED},
+    "connectors/engines/watched.py": {"async with self._polling": REQUEST},
+    "connectors/engines/weight_update.py": {"asyncio.sleep": COUNTED},
     "connectors/engines/dispatcher.py": {
         "asyncio.shield(self._recovering)": "engines are started again: engines.start_timeout_s, engines.restarts",
         "asyncio.sleep": "until requests that were aborted end: rollout.progress_timeout_s ends each",

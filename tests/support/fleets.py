@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.fleet import Fleet
-from millrace.connectors.engines.sglang.client import Generation
 
 PROMPT = [10, 20, 30]
 SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}

@@ -18,7 +18,7 @@ from typing import Any, cast
 import duckdb
 
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.iteration_files import IterationFiles, commit_again
 from millrace.connectors.storage.run_folder import RunFolder, numbers_of
@@ -195,7 +195,7 @@ class Evaluation:
 
     async def _evaluated(self, config: RunConfig, export: Path, folder: RunFolder) -> Numbers:
         version = (OPEN + 1) * STEPS
-        engine, scoring = EngineClient(self._url, "engine-0"), Scoring(config)
+        engine, scoring = SglangClient(self._url, "engine-0"), Scoring(config)
 
         async def ready(_: int) -> Dispatcher:
             return Dispatcher(

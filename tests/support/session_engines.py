@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.mcp_tools import tool_schemas
@@ -30,7 +30,7 @@ LONGEST = 1000
 EXACT = 1e-4  # of log-probabilities
 
 
-def dispatcher_of(client: EngineClient, attempts: int = 3) -> Dispatcher:
+def dispatcher_of(client: SglangClient, attempts: int = 3) -> Dispatcher:
     """Requests to one engine, which nothing recovers."""
 
     async def nothing(version: int) -> None:
@@ -105,7 +105,7 @@ class EnginePlace:
         return samples
 
 
-async def asked_again(client: EngineClient, sample: MadeSample) -> list[float]:
+async def asked_again(client: SglangClient, sample: MadeSample) -> list[float]:
     """What the engine gives each token of the response when it is asked for the whole sample as one prompt."""
     ids = [*sample.prompt_ids, *sample.response_ids]
     body = {
@@ -120,7 +120,7 @@ async def asked_again(client: EngineClient, sample: MadeSample) -> list[float]:
     return [value for value, *_ in found[len(sample.prompt_ids) :]]
 
 
-async def assert_exact(client: EngineClient, samples: Sequence[MadeSample], rows: Sequence[TurnRow]) -> None:
+async def assert_exact(client: SglangClient, samples: Sequence[MadeSample], rows: Sequence[TurnRow]) -> None:
     """Trained tokens are those that the engine made, after the tokens that it saw, and each of them is trained once."""
     trained = []
     for sample in samples:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatching.flushing import Flush
-from millrace.connectors.engines.sglang.client import Generation
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.session_pool import SessionPool

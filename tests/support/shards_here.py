@@ -15,7 +15,7 @@ from aiohttp import web
 from prefect import Task
 
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.lease import Lease
@@ -167,7 +167,7 @@ class Place:
         self.runtime = Runtime(config)
         lease = Lease.take(self.runtime.run_folder.store)
         self.runtime.run_folder.store.fence = lease
-        self.clients = [EngineClient(url, f"engine-{number}") for number, url in enumerate(urls)]
+        self.clients = [SglangClient(url, f"engine-{number}") for number, url in enumerate(urls)]
         self.lost: list[str] = []
         self.made_ready = 0
         self.starts: Counter[int] = Counter()
@@ -248,7 +248,7 @@ class Place:
         async def recover(_: int) -> None:
             raise AssertionError("shards generate, not the driver")
 
-        def mark(client: EngineClient, error: EngineLostError) -> None:
+        def mark(client: SglangClient, error: EngineLostError) -> None:
             self.lost.append(client.engine_id)
 
         return Dispatcher(

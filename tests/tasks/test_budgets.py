@@ -97,7 +97,7 @@ BUDGETS: dict[str, tuple[Callable[[IterationContext], None], str, str]] = {  # w
 }
 ONE_CAUSE = {  # what has one cause each time, and where the message is that names the field
     "rollout.attempts": "connectors/engines/dispatcher.py",
-    "rollout.progress_timeout_s": "connectors/engines/sglang/client.py",
+    "rollout.progress_timeout_s": "connectors/engines/watched.py",
     "rollout.session.timeout_s": "connectors/user_code/session_pool.py",
     "rollout.session.rollout_timeout_s": "connectors/user_code/session_pool.py",
     "reward.timeout_s": "tasks/runtime/scoring.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.connectors.engines.client import GenerateRequest, Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.dispatching.flushing import Flush
-from millrace.connectors.engines.sglang.client import EngineClient, Generation, OnPart
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.core.contracts.ids import tokens_hash
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import EngineLostError
@@ -48,27 +49,19 @@ class Scene:
         return -float(position)
 
 
-class ScriptedEngine(EngineClient):
+class ScriptedEngine(SglangClient):
     """Makes the answer's tokens one by one, and reports them as a real one does."""
 
     def __init__(self, scene: Scene, dispatcher: Callable[[], Dispatcher]) -> None:
         super().__init__("http://nowhere", "engine-0")
         self._scene, self._dispatcher = scene, dispatcher
 
-    async def generate(  # type: ignore[override]
-        self,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        *,
-        continued: int,
-        on_part: OnPart,
-        every: int,
-        **_: Any,
-    ) -> Generation:
-        scene, first = self._scene, continued
+    async def generate(self, request: GenerateRequest) -> Generation:
+        scene, first, on_part = self._scene, request.continued, request.on_part
+        assert on_part is not None
         rng, made, spans = scene.rng, 0, list[tuple[int, int]]()
-        assert list(input_ids) == [*GROUP.prompt_tokens, *map(token, range(first))]
-        assert sampling_params["max_new_tokens"] == scene.length - first
+        assert list(request.input_ids) == [*GROUP.prompt_tokens, *map(token, range(first))]
+        assert request.sampling_params["max_new_tokens"] == scene.length - first
 
         def part(finish: Any) -> Generation:
             ids = np.arange(first, first + made, dtype=np.int32) + 100
@@ -86,7 +79,7 @@ class ScriptedEngine(EngineClient):
             await asyncio.sleep(0)  # storage and the rest of the driver go on
             if first + made == scene.length:
                 break
-            if made % every == 1 % every and not on_part(part("abort")):
+            if made % request.every == 1 % request.every and not on_part(part("abort")):
                 return part("abort")
             if made == stops_after:
                 return await self._end(part)

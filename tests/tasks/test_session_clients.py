@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatching.flushing import Flush
-from millrace.connectors.engines.sglang.client import Generation
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from millrace.connectors.engines.dispatcher import Dispatcher
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.parts import write_part
 from millrace.core.config import RunConfig
@@ -176,7 +177,7 @@ class Place:
     async def shard(self, number: int, work: Any = "rollout") -> ShardStream:
         attempt = Attempt(work, number, 1)
         await self.side.start(attempt)
-        stream = ShardStream(Link(self.actor, TOKEN, TOPIC), attempt)
+        stream = ShardStream(Link(self.actor, TOKEN, TOPIC), attempt, SglangClient)
         await stream.catch_up()
         return stream
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from millrace.connectors.engines.dispatcher import Dispatcher, EngineAddress
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.accounts.staleness import Ahead
@@ -198,7 +199,7 @@ async def test_a_shard_that_reads_only_after_an_update_notes_it_and_keeps_the_co
     board = LocalBoard()
     board.board.open(TOKEN, TOPIC)
     board.board.start(TOKEN, TOPIC, ATTEMPT)
-    shard = ShardEngines(Link(cast(Actor[Board], board), TOKEN, TOPIC), ATTEMPT)
+    shard = ShardEngines(Link(cast(Actor[Board], board), TOKEN, TOPIC), ATTEMPT, SglangClient)
     await shard.take(EnginesOfDriver(1, (ENGINE,)))
     (client,) = shard._clients.values()
     before = client.refit, client.refits_amid_requests

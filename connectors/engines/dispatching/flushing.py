@@ -11,10 +11,10 @@ Owns when a segment is due, and that no engine runs far ahead of storage. Knows 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatching.pieces import joined, segment
-from millrace.connectors.engines.sglang.client import Generation
 
 PARTS = 4  # events per rollout.flush_tokens; the engine is halted at the third unstored one, since halting takes a moment
 
@@ -70,12 +70,8 @@ class Parts:
         self.made, self.halted = before, False
         self._before, self._flush, self._allowed = before, flush, allowed
 
-    @property
-    def wanted(self) -> dict[str, Any]:
-        """Arguments that make a client report the parts."""
-        return {"on_part": self._take, "every": self._flush.interval}
-
-    def _take(self, part: Generation) -> bool:
+    def take(self, part: Generation) -> bool:
+        """Store what is due of an answer so far; returns whether the engine may continue."""
         if any(version not in self._allowed for _, version in part.weight_versions):
             return True  # not stored, since the whole answer will be refused
         self.made = joined(self._before, part)

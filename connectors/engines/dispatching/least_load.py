@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.client import EngineClient
 
 Engines = list[EngineClient]
 Entry = tuple[int, str]  # requests in flight at the time of the entry, then the engine's id

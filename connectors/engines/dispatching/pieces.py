@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.connectors.engines.sglang.client import Generation
-from millrace.connectors.engines.sglang.wire.answer_body import NO_TOKENS
+from millrace.connectors.engines.client import NO_TOKENS, Generation
 
 NOTHING = Generation(NO_TOKENS.ids, NO_TOKENS.logprobs, "", "abort", [], "", 0)
 

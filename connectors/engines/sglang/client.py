@@ -1,179 +1,90 @@
-"""A client of one engine that speaks SGLang's native protocol, SGLang or the embedded engine.
+"""The client of an engine that speaks SGLang's native protocol: SGLang itself and the embedded engine.
 
 Owns requests, answers and their errors; does not choose engines and does not retry.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import re
-import secrets
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from millrace.connectors.engines.client import GenerateRequest, Generation, OutputTokens
 from millrace.connectors.engines.request_ids import without_sender
 from millrace.connectors.engines.sglang.connection import Connection
-from millrace.connectors.engines.sglang.engine_weights import EngineWeights
-from millrace.connectors.engines.sglang.wire.answer_body import OutputTokens, read_answer
+from millrace.connectors.engines.sglang.engine_weights import SglangWeights
+from millrace.connectors.engines.sglang.wire.answer_body import read_answer
 from millrace.connectors.engines.sglang.wire.stream import StreamedAnswer
-from millrace.core.config.pipeline import OnUpdate
+from millrace.connectors.engines.watched import WatchedEngine
 from millrace.core.contracts.handles import CONTINUED
-from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
-from millrace.core.waits.heartbeat import beat
+from millrace.core.errors import EngineError, EngineLostError
 
 INFO_TIMEOUT_S = 30.0
 SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
-IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
-POLLS = 4  # per progress_timeout_s, so a stall is noticed at most a quarter of it late
-ProgressCheck = Callable[[float, float], Awaitable[None]]
-"""Gets the time when a request was sent and a timeout. Raises EngineLostError if no token was generated for that long."""
-OnPart = Callable[["Generation"], bool]
-"""Gets a request's answer so far, with each token's version. Returns whether to continue."""
-KEEPS_REQUESTS = (
-    0,
-    5,
-    23,
-)  # the first SGLang that can flush its cache while requests wait, and reports spans of versions
+# The first SGLang that can flush its cache while requests wait, and reports spans of versions
+KEEPS_REQUESTS = (0, 5, 23)
 ENDED_AS_ASKED = (None, 200)  # status of a request aborted on purpose; SGLang gives failures another
 FORGOTTEN = "released"  # the weight version of an engine without weights
-# Starts at random, since engines and their caches outlive a driver: two processes must not use the same numbers.
-_refits = itertools.count(secrets.randbits(48))
 
 
-@dataclass(frozen=True, eq=False)
-class Generation:
-    """An engine's answer to one prompt: N tokens."""
-
-    output_ids: npt.NDArray[np.int32]  # [N]
-    logprobs: npt.NDArray[np.float64]  # [N]
-    text: str
-    finish: Literal["stop", "length", "abort"]
-    weight_versions: list[tuple[int, int]]  # first output token, weight version
-    engine_id: str
-    cached_tokens: int
-    pieces: int = 1  # requests that made it; with several, `text` may differ from the text of all tokens
-    cuts: tuple[int, ...] = ()  # the first token of each request but the first
-
-
-@dataclass(frozen=True)
-class Handoff:
-    """The address at which the decoding engine meets the prefilling one, and their number for a request."""
-
-    host: str
-    port: int
-    room: int
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The fields that both engines get."""
-        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
-
-
-class EngineClient(Connection):
-    """One engine at a base URL: its requests and its state. `weights` has the endpoints for weights and memory."""
+class SglangClient(WatchedEngine, Connection):
+    """One engine at a base URL, as a millrace.connectors.engines.client.EngineClient."""
 
     def __init__(self, url: str, engine_id: str, key: str | None = None) -> None:
-        super().__init__(url, engine_id, key)
-        self.weights = EngineWeights(self)
-        self.in_flight = 0
-        self.answered = 0
-        self.refit = next(_refits)  # grows with each weight update, and is never reused
-        self.refits_amid_requests = 0  # updates during which it kept its requests
-        self.part = "null"  # prefill, decode, or null for both; known after the first weight_version()
-        self.bootstrap_port = 0  # at which decoding engines meet it
+        WatchedEngine.__init__(self, engine_id)
+        Connection.__init__(self, url, engine_id, key)
+        self.weights = SglangWeights(self)
         self._paused = False  # by this client, since SGLang's /server_info does not tell
-        self._polling = asyncio.Lock()
-        self._last_progress: Any = None  # in the last answered poll
-        self._poll_error: EngineLostError | None = None  # why the last poll got no answer
-        self._polled_at = 0.0
-        self._answered_at = self._moved_at = time.monotonic()
-        self._was_paused = False  # in the last answered poll
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        *,
-        rid: str,
-        session: str | None = None,
-        progress_timeout_s: float,
-        check: ProgressCheck | None = None,
-        handoff: Handoff | None = None,
-        continued: int = 0,
-        priority: int | None = None,
-        cache_key: str | None = None,
-        on_part: OnPart | None = None,
-        every: int = 1,
-    ) -> Generation:
-        """Generate once. Cancelling aborts the request at the engine.
-
-        on_part: called after every `every` tokens. If the weights change during the request and the engine reports only at the end
-        which version made which token, the request is ended early to get the report.
-        continued: the number of last input ids that are earlier output of the same answer. SGLang does not need it, since its
-        random numbers depend on the position in the whole.
-        priority: waiting requests with the smallest number come first. cache_key: shares prefixes only with requests of the same
-        key. session: requests that a router may keep on one engine. check: replaces the check of this engine's progress.
-        handoff: for an engine that only prefills and the engine that decodes.
-        Raises EngineLostError if the engine is gone or makes no progress, EngineError if it refuses the request.
-        """
+    async def _ask(self, request: GenerateRequest) -> Generation:
+        params = {name: value for name, value in request.sampling_params.items() if value is not None}
+        handoff = request.handoff
         body = {
-            "input_ids": list(input_ids),
-            "sampling_params": {name: value for name, value in sampling_params.items() if value is not None},
-            "rid": rid,
+            "input_ids": list(request.input_ids),
+            "sampling_params": params,
+            "rid": request.rid,
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,
-            **(handoff.fields if handoff else {}),
-            **({} if priority is None else {"priority": priority}),
-            **({"extra_key": cache_key} if cache_key else {}),
+            **({f"bootstrap_{name}": value for name, value in asdict(handoff).items()} if handoff else {}),
+            **({} if request.priority is None else {"priority": request.priority}),
+            **({"extra_key": request.cache_key} if request.cache_key else {}),
+        }
+        # SGLang does not read `continued`, since its random numbers depend on the position in the whole
+        headers = {
+            **({SESSION: request.session} if request.session else {}),
+            **({CONTINUED: str(request.continued)} if request.continued else {}),
         }
         before = self.refits_amid_requests
-        self.in_flight += 1
-        try:
-            headers = {
-                **({SESSION: session} if session else {}),
-                **({CONTINUED: str(continued)} if continued else {}),
-            }
-            posting = (
-                self.post("/generate", body, timeout_s=None, headers=headers, parse=read_answer)
-                if on_part is None
-                else self._streamed(body, headers, rid, on_part, every)
-            )
-            answer = await _watched(posting, check or self._check_progress, progress_timeout_s)
-        finally:
-            self.in_flight -= 1
-        self.answered += 1
-        beat()
+        answer = (
+            await self.post("/generate", body, timeout_s=None, headers=headers, parse=read_answer)
+            if request.on_part is None
+            else await self._streamed(request, body, headers)
+        )
+        self._note_answer()
         if self.refits_amid_requests != before and not answer["meta_info"].get("weight_versions"):
             raise EngineError(
                 f"{self.engine_id}: its weights changed amid the request, and it does not say which made which token",
-                where=f"request {without_sender(rid)}",
+                where=f"request {without_sender(request.rid)}",
                 remedy="set pipeline.on_update=resend",
             )
-        return self._generation(answer, rid)
-
-    def note_refit(self) -> None:
-        """Record that the engine is about to get new weights."""
-        self.refit = next(_refits)
+        return self._generation(answer, request.rid)
 
     async def _streamed(
-        self,
-        body: dict[str, Any],
-        headers: Mapping[str, str] | None,
-        rid: str,
-        on_part: OnPart,
-        every: int,
+        self, request: GenerateRequest, body: dict[str, Any], headers: Mapping[str, str]
     ) -> Any:
-        """Post the request as a stream, report the parts of the answer as they arrive, and return the whole answer."""
+        """Post the request as a stream, report the parts of the answer as they arrive, and return the whole answer.
+
+        SGLang before 0.5.23 reports only at the end which version made which token, so a request during which the weights changed is
+        ended early to get the report.
+        """
+        assert request.on_part is not None
         before, ending, whole = self.refits_amid_requests, False, StreamedAnswer()
-        params = {**body["sampling_params"], "stream_interval": every}
+        params = {**body["sampling_params"], "stream_interval": request.every}
         streamed = {**body, "sampling_params": params, "stream": True}
         answer: Any = None
         async with contextlib.aclosing(self.events("/generate", streamed, headers, whole.add)) as events:
@@ -182,51 +93,14 @@ class EngineClient(Connection):
                 if meta["finish_reason"] or ending:
                     continue
                 known = self.refits_amid_requests == before or meta.get("weight_versions")
-                if not (known and on_part(self._generation(answer, rid))):
+                if not (known and request.on_part(self._generation(answer, request.rid))):
                     ending = True
-                    await self.abort(rid)
+                    await self.abort(request.rid)
         if answer is None or not answer["meta_info"]["finish_reason"]:
             raise EngineLostError(
-                f"{self.engine_id}: its answer was cut off", where=f"request {without_sender(rid)}"
+                f"{self.engine_id}: its answer was cut off", where=f"request {without_sender(request.rid)}"
             )
         return answer
-
-    async def _check_progress(self, sent: float, timeout_s: float) -> None:
-        """Raise an error if the engine makes no progress. An engine that stays paused is given up too, but not as stalled."""
-        moved, paused = await self.last_moved(sent, timeout_s)
-        if time.monotonic() - moved >= timeout_s:
-            raise self.no_progress(timeout_s, paused)
-
-    async def last_moved(self, since: float, timeout_s: float) -> tuple[float, bool]:
-        """The time when the engine was last seen to progress, at least `since`, and whether it is paused.
-
-        One poll serves all requests that ask at about the same time. A poll may fail because the engine is busy, for example with
-        compiling, so this raises EngineLostError only if all polls have failed for timeout_s.
-        """
-        async with self._polling:
-            if time.monotonic() - self._polled_at >= timeout_s / POLLS / 2:
-                await self._poll(timeout_s)
-        if self._poll_error and time.monotonic() - max(since, self._answered_at) >= timeout_s:
-            raise EngineLostError(str(self._poll_error))
-        return max(since, self._moved_at), self._was_paused
-
-    async def _poll(self, timeout_s: float) -> None:
-        try:
-            tokens, self._was_paused = await self.progress(timeout_s)
-        except EngineLostError as error:
-            self._poll_error = error
-        else:
-            self._poll_error, self._answered_at = None, time.monotonic()
-            now = (self.answered, tokens)
-            if now != self._last_progress:
-                self._last_progress, self._moved_at = now, self._answered_at
-                beat()
-        self._polled_at = time.monotonic()
-
-    def no_progress(self, timeout_s: float, paused: bool) -> EngineLostError:
-        """The error for an engine that makes no progress."""
-        message = f"{self.engine_id}: no token for {timeout_s:g} s (rollout.progress_timeout_s)"
-        return EngineLostError(f"{message}: paused") if paused else EngineStalledError(message)
 
     def _generation(self, answer: Mapping[str, Any], rid: str) -> Generation:
         """Parse an answer. Raises EngineError if a log-probability is not finite, since no step may train on it."""
@@ -258,7 +132,6 @@ class EngineClient(Connection):
         )
 
     async def progress(self, timeout_s: float = INFO_TIMEOUT_S) -> tuple[Any, bool]:
-        """A value that changes whenever the engine generates, and whether the engine is paused."""
         info = await self.server_info(min(timeout_s, INFO_TIMEOUT_S))
         counters = info.get("counters")
         return counters["tokens"] if counters else info.get("internal_states"), self._is_paused(info)
@@ -269,7 +142,6 @@ class EngineClient(Connection):
     # control
 
     async def health(self, timeout_s: float = 5.0, generating: bool = False) -> bool:
-        """Whether the server answers; with `generating`, whether it still generates tokens."""
         try:
             await self.get("/health_generate" if generating else "/health", timeout_s)
         except EngineError:
@@ -282,7 +154,6 @@ class EngineClient(Connection):
         return info
 
     async def weight_version(self) -> int | None:
-        """The weight version that the engine reports; None if the version is not the trainer's, or the engine is paused."""
         settings = await self.server_info()
         self.part = settings.get("disaggregation_mode") or "null"
         self.bootstrap_port = int(settings.get("disaggregation_bootstrap_port") or 0)
@@ -293,7 +164,6 @@ class EngineClient(Connection):
         return None if found < 0 else found
 
     async def check_keeps_requests(self) -> None:
-        """Raise EngineError if the server cannot keep requests during a weight update and report each token's version."""
         info = await self.server_info()
         found = str(info.get("version", ""))
         if "counters" not in info and not keeps_requests(found):
@@ -304,26 +174,21 @@ class EngineClient(Connection):
             )
 
     async def forget_version(self) -> None:
-        """Let the engine report no version of the trainer's until its next update; it must be idle."""
         body = {"new_version": FORGOTTEN, "abort_all_requests": False}
         await self.post("/update_weight_version", body)
 
-    async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
-        """Stop generating. Running requests are kept, unless the mode is abort."""
+    async def pause(self, mode: Literal["retract", "in_place"] = "retract") -> None:
         self._paused = True  # also if the answer gets lost
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Continue to generate."""
         await self.post("/continue_generation", {})
         self._paused = False
 
     async def abort(self, rid: str | None = None) -> None:
-        """End requests whose rid starts with `rid`, or all of them."""
         await self.post("/abort_request", {"rid": rid} if rid else {"abort_all": True})
 
     async def flush(self) -> None:
-        """Forget cached prompts; the engine must be idle."""
         await self.post("/flush_cache", {})
 
 
@@ -335,50 +200,6 @@ def that_made(spans: Sequence[tuple[int, int]], count: int) -> list[tuple[int, i
     ends = [first for first, _ in spans[1:]] + [count]
     found = [span for span, end in zip(spans, ends, strict=True) if end > span[0]]
     return found or list(spans[-1:])
-
-
-async def pause_for_update(client: EngineClient, on_update: OnUpdate) -> None:
-    """Pause an engine before a weight update.
-
-    With retract and keep it keeps its requests; raises EngineError if the engine cannot. Otherwise the requests are ended first,
-    since SGLang 0.5.17 dies if weights arrive while requests wait. Their dispatcher sends them again, unless they were cancelled
-    or sent by a dead driver.
-    """
-    if on_update in ("retract", "keep"):
-        await client.check_keeps_requests()
-        client.refits_amid_requests += 1
-        await client.pause("retract" if on_update == "retract" else "in_place")
-    else:
-        await idle(client)
-        await client.pause("retract")
-
-
-async def idle(client: EngineClient) -> None:
-    """End an engine's requests, and flush its cache as soon as none runs: until then the engine refuses."""
-    await client.abort()
-    for _ in range(IDLE_TRIES):
-        try:
-            return await client.flush()
-        except EngineLostError:
-            raise
-        except EngineError:
-            await asyncio.sleep(IDLE_WAIT_S)
-    raise EngineLostError(f"{client.engine_id}: still busy after its requests were ended")
-
-
-async def _watched(posting: Coroutine[Any, Any, Any], check: ProgressCheck, progress_timeout_s: float) -> Any:
-    """Await the answer without a time limit, as long as `check` finds that the engine generates tokens."""
-    running = asyncio.ensure_future(posting)
-    sent = time.monotonic()
-    try:
-        while True:
-            done, _ = await asyncio.wait({running}, timeout=progress_timeout_s / POLLS)
-            if done:
-                return running.result()
-            await check(sent, progress_timeout_s)
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 def _version(text: Any) -> int:

@@ -1,4 +1,4 @@
-"""Command lines of the servers: the embedded engine, SGLang and sglang-router, the latter two with all their options.
+"""Command lines of SGLang and sglang-router, with all their options.
 
 Owns how configuration becomes arguments and environment. SGLang's options are checked against the installed version's
 ServerArgs.
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.connectors.engines.launch import EngineStart, Launch, free_port
 from millrace.connectors.engines.sglang.server_args import (
     PYTHON_PATH,
     argument,
@@ -30,42 +31,18 @@ ROUTER_MISSING = (
     "sglang-router is not installed",
     "pip install 'millrace[router]', or leave it out: millrace's dispatcher needs nothing",
 )
-ENGINE_KEY = "MILLRACE_ENGINE_KEY"  # the variable that the embedded engine reads
 FOREVER_S = 10 * 365 * 24 * 3600  # no time limit: millrace checks progress instead
-HTTP_PROXIES = ("HTTP_PROXY", "ALL_PROXY")  # in upper or lower case
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
 
-def engine_kind(config: RunConfig, gpus: int) -> str:
-    """The kind of engine, embedded or sglang. auto is sglang if there is a GPU."""
-    if config.engines.kind != "auto":
-        return config.engines.kind
-    return "sglang" if gpus else "embedded"
-
-
-def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str]:
-    """Start the embedded engine on a free port, which it writes to a file. Raises ConfigError if it should only prefill."""
-    e = config.engines
-    assert e.kind in ("auto", "embedded")
-    if e.prefill:
-        raise ConfigError(
-            f"engines.prefill = {e.prefill}: without a GPU engines are embedded ones, which do both; set it to 0"
-        )
-    command = [
-        sys.executable,
-        "-m",
-        "millrace.connectors.engines.embedded",
-        "--model-path",
-        model,
-        "--host",
-        e.host,
-        "--port",
-        "0",
-    ]
-    command += ["--port-file", str(port_file), "--weight-version", "initial"]
-    command += ["--max-running-requests", str(e.max_running), "--max-total-tokens", str(e.max_total_tokens)]
-    command += ["--dtype", config.dtype]
-    return command + (["--threads", str(e.threads)] if e.threads else [])
+def launch_sglang(start: EngineStart) -> Launch:
+    """Start SGLang on a free port."""
+    host = start.config.engines.host
+    port, bootstrap = free_port(host), free_port(host)
+    keys = write_sglang_keys(start.folder, start.key)
+    command = sglang_command(start.config, start.model, port, start.index, bootstrap, keys)
+    patience = start.config.rollout.progress_timeout_s
+    return Launch(command, lambda: port, sglang_environment(os.environ, start.address, patience))
 
 
 def write_sglang_keys(folder: Path, key: str) -> Path:
@@ -160,18 +137,6 @@ def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_
     return environment
 
 
-def without_http_proxy(given: Mapping[str, str]) -> dict[str, str]:
-    """The environment without HTTP proxies: a server reaches the run's other servers over plain HTTP, and a proxy cannot.
-
-    The proxy for HTTPS stays, by which the server downloads from elsewhere.
-    """
-    environment = {name: value for name, value in given.items() if name.upper() not in HTTP_PROXIES}
-    for name in ("ALL_PROXY", "all_proxy"):
-        if name in given:
-            environment.setdefault("HTTPS_PROXY" if name.isupper() else "https_proxy", given[name])
-    return environment
-
-
 def _cuda_runtime() -> list[str]:
     """Folders of this Python's CUDA runtime."""
     found = importlib.util.find_spec("nvidia")
@@ -184,14 +149,3 @@ def _options(options: dict[str, Any]) -> list[str]:
     for problem in option_problems(options):
         raise ConfigError(str(problem))
     return option_arguments(options)
-
-
-def no_room(config: RunConfig, cache: bool) -> str:
-    """A hint for when SGLang has ended because too little memory is free. cache: it was to take back its KV cache."""
-    ways = []
-    if cache:
-        share = config.engines.sglang.get("mem_fraction_static", "its default")
-        ways.append(f"lower engines.sglang.mem_fraction_static (now {share})")
-    if not config.placement.offload_trainer:
-        ways.append("set placement.offload_trainer to true")
-    return f"; if its log says that the GPU's memory ran out, {' or '.join(ways)}" if ways else ""

@@ -12,11 +12,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from millrace.connectors.engines.client import EngineClient, GenerateRequest, Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.dispatching.flushing import Parts
-from millrace.connectors.engines.sglang.client import POLLS, EngineClient, Generation
+from millrace.connectors.engines.sglang.client import SglangClient
+from millrace.connectors.engines.watched import POLLS
 from millrace.core.contracts.handles import RouterHandle, ServerState
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError
 
@@ -33,7 +35,7 @@ PASSED = {
 }
 
 
-class RouterClient(EngineClient):
+class RouterClient(SglangClient):
     """The router at a base URL."""
 
     async def workers(self) -> dict[str, dict[str, Any]]:
@@ -170,41 +172,20 @@ class RoutedDispatcher(Dispatcher):
         self._checked_at = 0.0
         self._checking = asyncio.Lock()
 
-    async def _ask(
-        self,
-        engine: EngineClient,
-        input_ids: Sequence[int],
-        params: Mapping[str, Any],
-        rid: str,
-        session: str | None,
-        continued: int,
-        priority: int | None,
-        parts: Parts | None = None,
-    ) -> Generation:
-        assert parts is None, f"{NAME} drops stream_interval"
-        dropped = sorted(set(params) - PASSED)
+    async def _ask(self, engine: EngineClient, request: GenerateRequest) -> Generation:
+        assert request.on_part is None, f"{NAME} drops stream_interval"
+        dropped = sorted(set(request.sampling_params) - PASSED)
         if dropped:
             raise EngineError(
                 f"{NAME} drops sampling_params.{dropped[0]}; leave engines.router out to use it"
             )
         client = await self._router.send_to(self._engines)
-        return await client.generate(
-            input_ids,
-            params,
-            rid=rid,
-            session=session,
-            progress_timeout_s=self.progress_timeout_s,
-            check=self._check_progress,
-            continued=continued,
-            priority=priority,
-            cache_key=self._cache_key(engine),
-        )
+        # the engines' weights may have changed meanwhile
+        cache_key = self._cache_key(engine)
+        return await client.generate(replace(request, check=self._check_progress, cache_key=cache_key))
 
-    async def _abort(self, name: str, engine: EngineClient) -> None:
-        await self._abort_at(name, self._engines())
-
-    def _refit(self, engine: EngineClient) -> int:
-        return max((one.refit for one in self._engines()), default=engine.refit)
+    def _holders(self, engine: EngineClient) -> Sequence[EngineClient]:
+        return self._engines()
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
         """Check that engines generate, each once per period for all callers. An engine without progress becomes suspect; its

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.core.config.engine_kinds import EngineKind
 from millrace.core.config.run_config import RunConfig
 from millrace.core.sharding import in_shards, not_in_shards
 
@@ -22,7 +23,7 @@ class Layout:
     expert: int
     data: int
     sequence: bool
-    engine_kind: str
+    engine_kind: EngineKind
     engines: int
     prefill: int
     gpus_an_engine: int
@@ -36,10 +37,10 @@ def layout_of(config: RunConfig, gpus: int) -> Layout:
     """The layout on a host with this many GPUs."""
     p, e = config.trainer.parallel, config.engines
     cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and gpus > 0)
-    kind = e.kind if e.kind != "auto" else ("sglang" if gpus else "embedded")
+    kind = e.kind_at(gpus)
     count = e.count if config.generates else 0
     ranks = 0 if config.pipeline.rollouts_only else config.trainer.world_size
-    on_gpus = e.gpus if kind == "sglang" else 0
+    on_gpus = e.gpus if kind.runs_on == "gpu" else 0
     return Layout(
         device="cuda" if cuda else "cpu",
         world_size=ranks,

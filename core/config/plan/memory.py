@@ -143,14 +143,10 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
     width = 2 if config.dtype == "bfloat16" else 4
     devices = max(1, layout.gpus_an_engine)
     longest = config.data.max_prompt_tokens + config.rollout.longest_response
-    e = config.engines
-    if e.kind in ("auto", "embedded") and layout.engine_kind == "embedded":
-        tokens = min(e.max_total_tokens, e.max_running * longest)
-    else:
+    tokens, waits = config.engines.cached(longest), ""
+    if tokens is None or layout.engine_kind.sizes_cache:
         tokens = config.rollout.max_concurrency * longest
-    waits = (
-        ", all that may be in flight: what finds no room waits" if layout.engine_kind != "embedded" else ""
-    )
+        waits = ", all that may be in flight: what finds no room waits"
     return [
         MemoryPart(f"weights, {config.dtype}", shape.parameters * width // devices),
         MemoryPart(

@@ -38,8 +38,8 @@ def resource_layout(config: RunConfig, gpus: bool, engines: bool = True) -> Reso
     """The layout of a run on a cluster that has `gpus` or none; without `engines`, of its trainer alone."""
     t, e = config.trainer, config.engines
     on_gpu = t.device == "cuda" or config.placement.colocate or (t.device == "auto" and gpus)
-    served = engines and e.kind != "external" and config.generates
-    engine_gpus = e.gpus if gpus and e.kind in ("auto", "sglang") else 0
+    served = engines and e.started and config.generates
+    engine_gpus = e.gpus if gpus and e.kind_at(1).runs_on == "gpu" else 0
     ranks = 0 if config.pipeline.rollouts_only else t.world_size
     if config.placement.colocate:
         size = lcm(t.parallel.tensor, e.gpus)

@@ -272,12 +272,12 @@ IDLE: tuple[IdleFields | IdleOfItem, ...] = (
     ),
     IdleFields(
         "without engines.router millrace starts no server beside external engines",
-        lambda config: config.engines.kind == "external" and config.engines.router is None,
+        lambda config: not config.engines.started and config.engines.router is None,
         "engines.host",
     ),
     IdleFields(
         "external engines have their own GPUs, whose number only sync.kind=broadcast needs",
-        lambda config: config.engines.kind == "external" and config.sync_kind != "broadcast",
+        lambda config: not config.engines.started and config.sync_kind != "broadcast",
         "engines.gpus",
     ),
     IdleOfItem(
@@ -306,10 +306,6 @@ IDLE: tuple[IdleFields | IdleOfItem, ...] = (
         "correct_from",
     ),
 )
-BY_ENGINE = {  # with engines.kind=auto, the fields that only the other kind of engine reads
-    "embedded": "engines.gpus engines.sglang",
-    "sglang": "engines.threads engines.max_running engines.max_total_tokens",
-}
 
 
 @dataclass(frozen=True)
@@ -334,9 +330,10 @@ def no_effect(config: RunConfig, layout: Layout | None = None) -> list[NoEffect]
 
 def idle_because(config: RunConfig, path: str, layout: Layout | None = None) -> str | None:
     """Why a field acts on nothing, the first reason of the table; None if it acts. path: items of lists by their numbers."""
-    engine = layout.engine_kind if layout is not None and config.engines.kind == "auto" else None
-    if engine is not None and config.generates and _is_among(path, BY_ENGINE[engine]):
-        return f"engines.kind=auto is {engine} here"
+    if layout is not None and config.generates:
+        others = (kind.fields for kind in config.engines.kinds if kind is not layout.engine_kind)
+        if _is_among(path, " ".join(others)):
+            return f"engines.kind={config.engines.kind} is {layout.engine_kind.name} here"
     general = re.sub(r"\.\d+\b", ".*", path)
     for entry in IDLE:
         if isinstance(entry, IdleFields):

@@ -82,11 +82,11 @@ def _wrong_pattern(pattern: str) -> str | None:
 def _engines(config: RunConfig, place: str, sampling: Sampling) -> Iterator[Problem]:
     engines = config.engines
     for name, value in sampling.grammar.items():
-        if engines.kind == "embedded":
+        if not any(kind.has_grammar for kind in engines.kinds):
             yield Problem(
                 f"{place}.{name}",
                 value,
-                "embedded engines have no grammar backend",
+                f"{engines.kind} engines have no grammar backend",
                 "leave it out, or set engines.kind=sglang",
             )
         elif engines.sglang.get("grammar_backend") == "none":

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from millrace.connectors.engines.embedded.sampling import SamplingParams
 from millrace.connectors.engines.embedded.text import Text
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.core.errors import EngineError
 from tests.support.chat_templates import tokenizer_of
 from tests.support.engine_process import embedded_engine
@@ -42,7 +42,7 @@ async def test_a_prompt_that_gives_no_finite_logits_is_refused_where_its_answer_
     save_file(tensors, file, metadata={"format": "pt"})
     params = {"max_new_tokens": 4, "sampling_seed": 1}
     with embedded_engine(tmp_path / "model", log=tmp_path / "log") as (url, _):
-        client = EngineClient(url, "engine-0")
+        client = SglangClient(url, "engine-0")
         try:
             for number in range(2):
                 with pytest.raises(

@@ -1,10 +1,7 @@
-"""The engine under contract: the embedded one, or any server that speaks SGLang's protocol at MILLRACE_ENGINE_URL.
-
-MILLRACE_ENGINE_KEY is the key that the server asks for, if it asks for one.
+"""The engines under contract: the embedded one and an echo; or the server at MILLRACE_ENGINE_URL, which speaks SGLang's protocol.
 
 A server given by URL must serve a model folder that this machine can read (its /model_info names it), whose weights are one
-model.safetensors. What only the embedded engine promises is marked `embedded_only`, with how SGLang differs. What SGLang
-answers with is held to two versions: 0.5.17, which millrace runs, and 0.5.23.
+model.safetensors. MILLRACE_ENGINE_KEY is the key that it asks for. It is held to be SGLang, 0.5.17 or 0.5.23.
 """
 
 from __future__ import annotations
@@ -13,118 +10,64 @@ import json
 import os
 import shutil
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
-from tests.support.engine_control import idle, load
-from tests.support.engine_process import embedded_engine
+from millrace.connectors.engines.sglang.client import SglangClient
+from millrace.core.config.engine_kinds import EMBEDDED, SGLANG
+from tests.support.contract import Contract, Engine
+from tests.support.echo_engine import ECHO, EchoServer, connect, echo_logprobs
+from tests.support.engine_process import embedded_engine, reference_logprobs
 
+GIVEN = os.environ.get("MILLRACE_ENGINE_URL", "").rstrip("/")
 TIMEOUT_S = 120
+Starts = Callable[[Path, Path], AbstractContextManager[Engine]]
 
 
-@dataclass(frozen=True)
-class Served:
-    """Where the engine answers, and what it serves at first."""
-
-    url: str
-    own: bool  # the embedded engine, started by these tests
-    model: Path
-    version: str
+@contextmanager
+def embedded(model: Path, folder: Path) -> Iterator[Engine]:
+    with embedded_engine(model, "--weight-version", "0", log=folder / "engine.log") as (url, _):
+        yield Engine(EMBEDDED, url, None, SglangClient, model, 0, reference_logprobs)
 
 
-class Http:
-    """Calls of one test; every answer's status is looked at."""
-
-    def __init__(self, session: aiohttp.ClientSession, served: Served) -> None:
-        self.session = session
-        self.url, self.own = served.url, served.own
-        self.model, self.version = served.model, served.version
-
-    async def post(
-        self,
-        path: str,
-        body: dict[str, Any] | None = None,
-        status: int | tuple[int, ...] = 200,
-        headers: dict[str, str] | None = None,
-    ) -> Any:
-        async with self.session.post(self.url + path, json=body or {}, headers=headers) as answer:
-            text = await answer.text()
-            wanted = status if isinstance(status, tuple) else (status,)
-            assert answer.status in wanted, f"{path} answered {answer.status}: {text[:500]}"
-            return await answer.json() if answer.content_type == "application/json" else text
-
-    async def get(self, path: str) -> Any:
-        async with self.session.get(self.url + path) as answer:
-            text = await answer.text()
-            assert answer.status == 200, f"{path} answered {answer.status}: {text[:500]}"
-            return await answer.json() if answer.content_type == "application/json" else text
-
-    async def generate(
-        self,
-        input_ids: Any,
-        *,
-        status: int = 200,
-        top: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-        **params: Any,
-    ) -> Any:
-        """/generate with log-probabilities; `params` are sampling_params, `top` other fields."""
-        body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, **(top or {})}
-        return await self.post("/generate", body, status, headers)
+@contextmanager
+def echo(model: Path, folder: Path) -> Iterator[Engine]:
+    client = partial(connect, EchoServer(model, "0"))
+    yield Engine(ECHO, "http://127.0.0.1:1", None, client, model, 0, echo_logprobs)
 
 
-def authorization() -> dict[str, str]:
-    """The header by which a server at MILLRACE_ENGINE_URL knows its user."""
+@contextmanager
+def given(_: Path, folder: Path) -> Iterator[Engine]:
     key = os.environ.get("MILLRACE_ENGINE_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{GIVEN}/model_info", headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        model = Path(json.load(answer)["model_path"])
+    yield Engine(SGLANG, GIVEN, key, SglangClient, model, 0, reference_logprobs, given=True)
+
+
+ENGINES: dict[str, Starts] = {"given": given} if GIVEN else {"embedded": embedded, "echo": echo}
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def engine(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    with ENGINES[request.param](tiny_model, tmp_path_factory.mktemp("contract")) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
-def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    given = os.environ.get("MILLRACE_ENGINE_URL")
-    if given:
-        request = urllib.request.Request(given.rstrip("/") + "/model_info", headers=authorization())
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            info = json.load(answer)
-        yield Served(given.rstrip("/"), False, Path(info["model_path"]), info["weight_version"])
-        return
-    log = tmp_path_factory.mktemp("contract") / "engine.log"
-    with embedded_engine(tiny_model, "--weight-version", "0", log=log) as (url, _):
-        yield Served(url, True, tiny_model, "0")
-
-
-@pytest_asyncio.fixture
-async def http(served: Served) -> AsyncIterator[Http]:
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server that answered 500 hangs up
-    headers = authorization()
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
-        client = Http(session, served)
-        yield client
-        await client.post("/continue_generation")
-        await client.post("/abort_request", {"abort_all": True})
-
-
-@pytest.fixture(autouse=True)
-def only_where_promised(request: pytest.FixtureRequest, served: Served) -> None:
-    """Leaves out at SGLang what is marked embedded_only."""
-    marker = request.node.get_closest_marker("embedded_only")
-    if marker and not served.own:
-        pytest.skip(marker.args[0])
-
-
-@pytest.fixture(scope="session")
-def other_model(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_model(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shape served with other weights: every tensor's rows moved on by one."""
     folder = tmp_path_factory.mktemp("other") / "model"
-    shutil.copytree(served.model, folder)
+    shutil.copytree(engine.model, folder)
     tensors = load_file(folder / "model.safetensors")
     moved = {name: tensor.roll(1, 0).contiguous() for name, tensor in tensors.items()}
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
@@ -132,11 +75,17 @@ def other_model(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest_asyncio.fixture
-async def restored(http: Any) -> AsyncIterator[None]:
-    """The engine is idle, and serves its first weights again afterwards."""
-    await idle(http)
-    yield
-    await http.post("/continue_generation")
-    await http.post("/abort_request", {"abort_all": True})
-    await idle(http)
-    await load(http, http.model, http.version)
+async def on(engine: Engine) -> AsyncIterator[Contract]:
+    """The engine, idle and with its first weights."""
+    contract = Contract(engine)
+    await contract.restore()
+    yield contract
+    await contract.client.close()
+
+
+@pytest.fixture(autouse=True)
+def only_where_promised(request: pytest.FixtureRequest, engine: Engine) -> None:
+    """Leaves out at SGLang what is marked embedded_only."""
+    marker = request.node.get_closest_marker("embedded_only")
+    if marker and engine.given:
+        pytest.skip(marker.args[0])

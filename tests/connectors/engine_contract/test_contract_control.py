@@ -1,164 +1,139 @@
-"""What an engine's control endpoints promise: abort, pause, flush, memory, information."""
+"""What a client promises of an engine's control: abort, pause, flush, memory, state."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from tests.support.engine_control import LONG, PROMPT, SHORT, begun, idle, is_of, load
-from tests.support.engine_process import CLOSE, EXACT, reference_logprobs
+from millrace.core.errors import EngineError
+from tests.support.contract import LONG, Contract
+from tests.support.engine_process import EXACT
 
 
-async def test_an_aborted_request_answers_with_what_it_has(http: Any) -> None:
-    mine, other = await begun(http, "abort-mine", "keep-other", max_new_tokens=400)
-    await http.post("/abort_request", {"rid": "abort-mine"})
+async def test_an_aborted_request_answers_with_what_it_has(on: Contract) -> None:
+    mine, other = await on.begun("abort-mine", "keep-other", max_new_tokens=200)
+    await on.client.abort("abort-mine")
     answer = await mine
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < len(answer["output_ids"]) < 400
-    pairs = answer["meta_info"]["output_token_logprobs"]
-    expected = reference_logprobs(http.model, PROMPT, answer["output_ids"])
-    assert [value for value, _, _ in pairs] == pytest.approx(expected, abs=CLOSE)
-    assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
+    assert answer.finish == "abort"
+    assert 0 < len(answer.output_ids) < 200
+    assert on.is_of(on.engine.model, answer)
+    assert (await other).finish == "length"
 
 
-async def test_abort_all_ends_every_request(http: Any) -> None:
-    running = await begun(http, "one", "two", "three")
-    await http.post("/abort_request", {"abort_all": True})
-    answers = await asyncio.gather(*running)
-    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
+async def test_abort_ends_every_request_unless_it_names_one(on: Contract) -> None:
+    running = await on.begun("one", "two", "three")
+    await on.client.abort()
+    assert {answer.finish for answer in await asyncio.gather(*running)} == {"abort"}
 
 
-async def test_an_abort_of_an_unknown_request_is_no_error(http: Any) -> None:
-    await http.post("/abort_request", {"rid": "nobody"})
+async def test_abort_goes_by_how_an_id_starts(on: Contract) -> None:
+    running = await on.begun("s-0001~00", "s-0001~01")
+    await on.client.abort("s-0001")
+    assert {answer.finish for answer in await asyncio.gather(*running)} == {"abort"}
 
 
-async def test_a_pause_that_retracts_goes_on_to_the_same_answer(http: Any) -> None:
-    params = {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True}
-    alone = await http.generate(PROMPT, **params)
-    (running,) = await begun(http, "retracted", **params)
-    await http.post("/pause_generation", {"mode": "retract"})
+async def test_an_abort_of_an_unknown_request_is_no_error(on: Contract) -> None:
+    await on.client.abort("nobody")
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_pause_keeps_requests_which_go_on_to_the_same_answer(
+    on: Contract, mode: Literal["retract", "in_place"]
+) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 200, "temperature": 0.0}
+    alone = await on.ask(**params)
+    (running,) = await on.begun(f"held-{mode}", **params)
+    await on.client.pause(mode)
+    assert await on.client.weight_version() is None
     await asyncio.sleep(0.2)
     assert not running.done()
-    await http.post("/continue_generation")
+    await on.client.resume()
     answer = await running
-    pairs = answer["meta_info"]["output_token_logprobs"]
-    expected = reference_logprobs(http.model, PROMPT, answer["output_ids"])
-    assert [value for value, _, _ in pairs] == pytest.approx(expected, abs=CLOSE)
-    assert answer["output_ids"] == alone["output_ids"] or not EXACT
+    assert answer.output_ids.tolist() == alone.output_ids.tolist() or not EXACT
+    assert on.is_of(on.engine.model, answer)
+    assert await on.client.weight_version() == on.engine.version
 
 
-async def test_a_pause_in_place_keeps_requests(http: Any) -> None:
-    (running,) = await begun(http, "held", max_new_tokens=300)
-    await http.post("/pause_generation", {"mode": "in_place"})
-    await asyncio.sleep(0.2)
-    assert not running.done()
-    await http.post("/continue_generation")
-    assert (await running)["meta_info"]["finish_reason"]["type"] == "length"
-
-
-async def test_a_pause_that_aborts_ends_requests(http: Any) -> None:
-    (running,) = await begun(http, "ended")
-    await http.post("/pause_generation", {"mode": "abort"})
-    assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-async def test_a_request_sent_while_paused_waits(http: Any) -> None:
-    await http.post("/pause_generation", {"mode": "retract"})
-    waiting = asyncio.create_task(http.generate(PROMPT, **SHORT))
+async def test_a_request_sent_while_paused_waits(on: Contract) -> None:
+    await on.client.pause()
+    waiting = asyncio.create_task(on.ask())
     await asyncio.sleep(0.2)
     assert not waiting.done()
-    await http.post("/continue_generation")
-    assert len((await waiting)["output_ids"]) == 8
+    await on.client.resume()
+    assert len((await waiting).output_ids) == 8
 
 
-async def test_the_cache_is_flushed_only_while_nothing_runs(http: Any) -> None:
-    (running,) = await begun(http, "busy")
-    await http.post("/flush_cache", status=400)
-    await http.post("/abort_request", {"rid": "busy"})
+async def test_the_cache_is_flushed_only_while_nothing_runs(on: Contract) -> None:
+    (running,) = await on.begun("busy")
+    with pytest.raises(EngineError, match="requests|busy|flush"):
+        await on.client.flush()
+    await on.client.abort("busy")
     await running
-    await http.post("/flush_cache")
+    await on.idle()
 
 
 @pytest.mark.embedded_only("SGLang's scheduler ends when it is told to release memory while requests run")
-async def test_memory_is_not_released_while_requests_run(http: Any) -> None:
-    (running,) = await begun(http, "holding")
-    await http.post("/release_memory_occupation", {"tags": ["kv_cache"]}, status=400)
-    await http.post("/abort_request", {"rid": "holding"})
+async def test_memory_is_not_released_while_requests_run(on: Contract) -> None:
+    (running,) = await on.begun("holding")
+    with pytest.raises(EngineError, match="release_memory"):
+        await on.client.weights.release_memory(["kv_cache"])
+    await on.client.abort("holding")
     await running
 
 
 @pytest.mark.embedded_only("SGLang would compute in memory that is gone")
-async def test_a_request_sent_while_memory_is_released_waits(http: Any) -> None:
-    before = await http.generate(PROMPT, **SHORT)
-    await http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-    await http.post("/resume_memory_occupation", {"tags": ["weights"]})
-    waiting = asyncio.create_task(http.generate(PROMPT, **SHORT))
+async def test_a_request_sent_while_memory_is_released_waits(on: Contract) -> None:
+    before = await on.ask()
+    await on.client.weights.release_memory(["kv_cache", "weights"])
+    await on.client.weights.resume_memory(["weights"])
+    waiting = asyncio.create_task(on.ask())
     await asyncio.sleep(0.2)
     assert not waiting.done()
-    await http.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-    assert (await waiting)["output_ids"] == before["output_ids"]
+    await on.client.weights.resume_memory(["kv_cache"])
+    assert (await waiting).output_ids.tolist() == before.output_ids.tolist()
 
 
-async def test_serving_goes_on_after_memory_was_released_and_given_weights_again(
-    http: Any, restored: None
-) -> None:
-    before = await http.generate(PROMPT, **SHORT)
-    await idle(http)
-    await http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-    await http.post("/resume_memory_occupation", {"tags": ["weights"]})
-    await load(http, http.model, "27")
-    await http.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-    after = await http.generate(PROMPT, **SHORT)
-    assert after["output_ids"] == before["output_ids"] or not EXACT
-    assert is_of(http.model, after)
-    assert after["meta_info"]["weight_version"] == "27"
+async def test_serving_goes_on_after_memory_was_released_and_weights_given_again(on: Contract) -> None:
+    before = await on.ask()
+    await on.idle()
+    await on.client.forget_version()
+    await on.client.weights.release_memory(["kv_cache", "weights"])
+    assert await on.client.weight_version() is None
+    await on.client.weights.resume_memory(["weights"])
+    await on.client.weights.update_from_disk(str(on.engine.model), 27)
+    await on.client.weights.resume_memory(["kv_cache"])
+    after = await on.ask()
+    assert after.output_ids.tolist() == before.output_ids.tolist() or not EXACT
+    assert on.is_of(on.engine.model, after)
+    assert after.weight_versions == [(0, 27)]
 
 
-async def test_health_and_information_are_served(http: Any) -> None:
-    await http.get("/health")
-    await http.get("/health_generate")
-    assert (await http.get("/server_info"))["model_path"]
-    info = await http.get("/model_info")
-    assert info["model_path"]
-    assert info["weight_version"]
+async def test_a_version_that_is_forgotten_is_reported_no_more(on: Contract) -> None:
+    await on.client.forget_version()
+    assert await on.client.weight_version() is None
 
 
-async def test_a_client_that_leaves_takes_only_its_own_request_along(http: Any) -> None:
-    stays = (
-        "leaver-2" if http.own else "stayer"
-    )  # SGLang ends all whose rid begins with that of the one that left
-    (other,) = await begun(http, stays, max_new_tokens=600)
-    (leaving,) = await begun(http, "leaver")
-    plain = asyncio.create_task(http.generate(PROMPT, **LONG, top={"rid": "leave"}))
-    await asyncio.sleep(0.1)
-    leaving.cancel()
-    plain.cancel()
-    assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
-    if not http.own:  # it looks for a client that left every few seconds
-        return await idle(http)
-    for _ in range(20):
-        if not (await http.get("/server_info"))["load"]["running"]:
-            return None
-        await asyncio.sleep(0.02)
-    raise AssertionError("the requests of a client that left still run")
+async def test_an_engine_that_serves_is_healthy_and_generates(on: Contract) -> None:
+    assert await on.client.health()
+    assert await on.client.health(generating=True)
 
 
-async def test_loads_tell_what_runs_and_what_it_holds(http: Any) -> None:
-    running = await begun(http, "first", "second", max_new_tokens=1500)
-    held = await _load_with(http, running=2)
-    assert held["num_used_tokens"] > len(PROMPT)
-    await http.post("/abort_request", {"abort_all": True})
+async def test_no_number_of_an_update_comes_again(on: Contract) -> None:
+    numbers = [on.client.refit]
+    for _ in range(3):
+        on.client.note_refit()
+        numbers.append(on.client.refit)
+    other = Contract(on.engine).client
+    assert numbers == sorted(set(numbers))
+    assert other.refit not in numbers
+    await other.close()
+
+
+async def test_requests_in_flight_are_counted(on: Contract) -> None:
+    running = await on.begun("one", "two", **{**LONG, "max_new_tokens": 1200})
+    assert on.client.in_flight == 2
+    await on.client.abort()
     await asyncio.gather(*running)
-    assert (await _load_with(http, running=0))["num_waiting_reqs"] == 0
-
-
-async def _load_with(http: Any, running: int) -> Any:
-    """What the engine holds once so many requests run; SGLang tells it with each batch."""
-    async with asyncio.timeout(60):
-        while True:
-            (held,) = (await http.get("/v1/loads?include=core"))["loads"]
-            if held["num_running_reqs"] == running:
-                return held
-            await asyncio.sleep(0.05)
+    assert on.client.in_flight == 0

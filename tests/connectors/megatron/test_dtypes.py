@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from millrace.connectors.engines.embedded.engine import Engine
+from millrace.connectors.engines.embedded.launch import embedded_command
 from millrace.connectors.engines.embedded.model import Weights
-from millrace.connectors.engines.sglang.launch import embedded_command, sglang_command
+from millrace.connectors.engines.sglang.launch import sglang_command
 from millrace.core.config import RunConfig
 from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.connectors.engines.fleet import Fleet
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from tests.support.local_handle import COUNT, LocalHandle, LocalRouterHandle, fleet_config
 
 
@@ -65,7 +65,7 @@ async def make_fleet(
     for held in handles:
         state = held.server.state()
         if state["url"]:
-            client = EngineClient(state["url"], "cleaner", state["key"])
+            client = SglangClient(state["url"], "cleaner", state["key"])
             await client.resume()
             await client.abort()
             await client.close()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.engines.sglang.wire import answer_body
 from millrace.connectors.engines.sglang.wire.answer_body import read_answer
 from millrace.core.contracts import schema
@@ -64,7 +64,7 @@ def test_a_row_of_an_answer_is_stored_as_plain_reading_of_its_json_stores_it(
     """Over all columns, types among them; texts that look like the keys, no tokens, several weight versions."""
     sent = answer(text, tokens, spans_of(len(tokens), cuts))
     body = json.dumps(sent).encode() if spaced else orjson.dumps(sent)
-    client, group = EngineClient("http://nowhere", "engine-0"), drawn_group(0)
+    client, group = SglangClient("http://nowhere", "engine-0"), drawn_group(0)
     with patch.object(answer_body, "LONG", long):
         made = client._generation(read_answer(body), "r")
     row = generated_sample(group, 1, 7, Answer(made, None, 1.0, 2.0))
@@ -101,7 +101,7 @@ def test_a_row_of_an_answer_is_stored_as_plain_reading_of_its_json_stores_it(
 def test_rows_with_arrays_and_rows_with_lists_make_one_table() -> None:
     """Samples of several turns hold lists, and one that failed holds nothing."""
     group = drawn_group(0)
-    client = EngineClient("http://nowhere", "engine-0")
+    client = SglangClient("http://nowhere", "engine-0")
     made = client._generation(read_answer(orjson.dumps(answer("a", [(-0.5, 9), (-0.1, 8)], []))), "r")
     arrays = generated_sample(group, 0, 7, Answer(made, None, 0.0, 0.0))
     failed = generated_sample(group, 1, 7, Answer(None, "engine-0: died", 0.0, 0.0))

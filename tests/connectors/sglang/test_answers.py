@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,19 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from millrace.connectors.engines.client import GenerateRequest, OutputTokens
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.request_ids import request_id
-from millrace.connectors.engines.sglang.client import EngineClient
-from millrace.connectors.engines.sglang.wire.answer_body import OutputTokens
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.tasks.generation.failures import FailureBudget
 from millrace.tasks.generation.single_samples import SampleGenerator
 
+ASKED = GenerateRequest(input_ids=[1], sampling_params={}, rid="r", progress_timeout_s=9.0)
 
-class Answering(EngineClient):
+
+class Answering(SglangClient):
     """Answers with these log-probabilities."""
 
     def __init__(self, *logprobs: float | None) -> None:
@@ -59,7 +62,7 @@ async def test_a_log_probability_that_is_not_finite_fails_its_sample_naming_engi
 
     engine = Answering(-0.5, wrong)
     with pytest.raises(EngineError, match=r"request s-0001~00: engine-3: .*output token 1 is") as caught:
-        await engine.generate([1], {}, rid=request_id("s-0001", 0, "5f2e9c"), progress_timeout_s=9.0)
+        await engine.generate(replace(ASKED, rid=request_id("s-0001", 0, "5f2e9c")))
     assert not isinstance(caught.value, EngineLostError)
     budget = FailureBudget("", 1.0, 1, what="failed", where="iteration 1", remedy="")
     samples = SampleGenerator(config(), config().rollout.sampling, ready, budget)
@@ -69,7 +72,7 @@ async def test_a_log_probability_that_is_not_finite_fails_its_sample_naming_engi
 
 
 async def test_finite_log_probabilities_are_taken_as_they_are() -> None:
-    generation = await Answering(-0.5, 0.0, -80.0).generate([1], {}, rid="r", progress_timeout_s=9.0)
+    generation = await Answering(-0.5, 0.0, -80.0).generate(ASKED)
     assert generation.logprobs.tolist() == [-0.5, 0.0, -80.0]
 
 
@@ -101,13 +104,13 @@ async def test_a_request_that_was_ended_as_asked_is_no_fault_of_its_engine(case:
     app = web.Application()
     app.router.add_post("/generate", answer)
     async with TestServer(app) as server:
-        client = EngineClient(str(server.make_url("")).rstrip("/"), "engine-3")
+        client = SglangClient(str(server.make_url("")).rstrip("/"), "engine-3")
         try:
             if failed:
                 with pytest.raises(EngineLostError, match="no room"):
-                    await client.generate([1], {}, rid="r", progress_timeout_s=9.0)
+                    await client.generate(ASKED)
             else:
-                cut = await client.generate([1], {}, rid="r", progress_timeout_s=9.0)
+                cut = await client.generate(ASKED)
                 assert (cut.finish, cut.output_ids.tolist()) == ("abort", [7])
         finally:
             await client.close()
@@ -120,9 +123,9 @@ async def test_an_answer_that_is_no_json_is_an_error_of_its_engine() -> None:
     app = web.Application()
     app.router.add_post("/generate", answer)
     async with TestServer(app) as server:
-        client = EngineClient(str(server.make_url("")).rstrip("/"), "engine-3")
+        client = SglangClient(str(server.make_url("")).rstrip("/"), "engine-3")
         try:
             with pytest.raises(EngineError, match="engine-3: /generate answered with no JSON"):
-                await client.generate([1], {}, rid="r", progress_timeout_s=9.0)
+                await client.generate(ASKED)
         finally:
             await client.close()

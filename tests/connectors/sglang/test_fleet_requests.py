@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.connectors.engines.client import GenerateRequest
 from millrace.connectors.engines.request_ids import new_sender, request_id
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 from tests.support.fleets import (
@@ -181,10 +182,8 @@ async def test_requests_left_behind_are_ended_before_new_weights_come(
 ) -> None:
     fleet = make_fleet()
     dispatcher = await serving(fleet, tiny_model, 11)
-    left = [
-        asyncio.create_task(engine.generate(PROMPT, LONG, rid="left", progress_timeout_s=60))
-        for engine in dispatcher._engines()
-    ]
+    left_behind = GenerateRequest(input_ids=PROMPT, sampling_params=LONG, rid="left", progress_timeout_s=60)
+    left = [asyncio.create_task(engine.generate(left_behind)) for engine in dispatcher._engines()]
     await until_generating(dispatcher)
     await fleet.update_weights(str(tiny_model), 12)
     for ended in await asyncio.gather(*left):

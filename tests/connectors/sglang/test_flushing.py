@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.dispatching.flushing import Flush
 from millrace.connectors.engines.dispatching.pieces import NOTHING, joined
-from millrace.connectors.engines.sglang.client import EngineClient, Generation
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.engines.sglang.wire.stream import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate
 from tests.connectors.sglang.test_updates_amid_requests import assert_made_by, open_dispatcher, params
@@ -130,7 +131,7 @@ async def test_of_an_engine_that_dies_little_is_generated_again(
     assert dispatcher.retries
 
 
-async def tokens_of(engine: EngineClient) -> int:
+async def tokens_of(engine: SglangClient) -> int:
     """Tokens that it generated in its life."""
     count: int = (await engine.server_info())["counters"]["tokens"]
     return count
@@ -155,15 +156,15 @@ async def test_segments_tell_which_weights_made_which_token(
 ) -> None:
     """SGLang tells only at the end: a request whose weights changed is ended, and goes on as another."""
     if reported == "at the end":
-        real = EngineClient.events
+        real = SglangClient.events
 
-        async def events(self: EngineClient, *arguments: Any) -> AsyncGenerator[Any, None]:
+        async def events(self: SglangClient, *arguments: Any) -> AsyncGenerator[Any, None]:
             async for answer in real(self, *arguments):
                 if answer["meta_info"]["finish_reason"] is None:
                     del answer["meta_info"]["weight_versions"]
                 yield answer
 
-        monkeypatch.setattr(EngineClient, "events", events)
+        monkeypatch.setattr(SglangClient, "events", events)
     fleet = make_fleet(pipeline={"on_update": on_update})
     dispatcher = await open_dispatcher(fleet, tiny_model, 4, 5)
     stores = [Stored() for _ in range(REQUESTS)]

@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
+from millrace.connectors.engines.launch import without_http_proxy
 from millrace.connectors.engines.sglang.launch import (
     COLOCATED_MEMORY,
     sglang_command,
     sglang_environment,
-    without_http_proxy,
     write_sglang_keys,
 )
 from tests.support.local_handle import fleet_config

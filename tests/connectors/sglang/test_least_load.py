@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 from millrace.connectors.engines.dispatching.least_load import LeastLoad, until_changed
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 
 
-def engines_of(count: int) -> list[EngineClient]:
-    return [EngineClient("http://nowhere", f"engine-{index}") for index in range(count)]
+def engines_of(count: int) -> list[SglangClient]:
+    return [SglangClient("http://nowhere", f"engine-{index}") for index in range(count)]
 
 
 def test_the_choice_is_that_of_a_look_at_every_engine() -> None:
@@ -51,7 +51,7 @@ def test_a_choice_does_not_look_at_every_engine() -> None:
     """With a thousand engines it took a millisecond a request."""
     looks = 0
 
-    class Counting(EngineClient):
+    class Counting(SglangClient):
         @property
         def in_flight(self) -> int:  # type: ignore[override]
             nonlocal looks
@@ -62,7 +62,7 @@ def test_a_choice_does_not_look_at_every_engine() -> None:
         def in_flight(self, value: int) -> None:
             self.load = value
 
-    engines: list[EngineClient] = [Counting("http://nowhere", f"engine-{index}") for index in range(1000)]
+    engines: list[SglangClient] = [Counting("http://nowhere", f"engine-{index}") for index in range(1000)]
     least = LeastLoad(engines)
     for _ in range(5000):
         chosen = least.choose()
@@ -75,7 +75,7 @@ def test_a_choice_does_not_look_at_every_engine() -> None:
 def test_engines_are_found_again_when_something_changed() -> None:
     changes, found = 0, 0
 
-    def find() -> list[EngineClient]:
+    def find() -> list[SglangClient]:
         nonlocal found
         found += 1
         return engines_of(2)

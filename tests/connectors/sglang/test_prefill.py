@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from millrace.connectors.engines.external import ExternalEngine
 from millrace.connectors.engines.fleet import Fleet
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.core.errors import EngineError
 from tests.support.engine_gates import Rooms, open_gates
 from tests.support.engine_process import embedded_engine, reference_logprobs
@@ -123,7 +123,7 @@ async def test_a_lost_decoder_is_not_used_until_it_has_the_version_again(
     dispatcher = fleet.dispatcher(56, recover)
     decoder = fleet._clients[2]
     await decoder.weights.update_from_disk(str(tiny_model), 7)
-    fleet.mark_suspect(decoder, EngineClient(decoder.url, "x").no_progress(1.0, paused=True))
+    fleet.mark_suspect(decoder, SglangClient(decoder.url, "x").no_progress(1.0, paused=True))
     await generate(dispatcher, 4, SHORT)
     assert list(rooms.decodes.values()) == [4]
     await recover(56)

@@ -10,9 +10,10 @@ from typing import Any
 import orjson
 import pytest
 
-from millrace.connectors.engines.sglang.client import POLLS, EngineClient, Generation
+from millrace.connectors.engines.client import NO_TOKENS, GenerateRequest, Generation
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.engines.sglang.connection import Parse
-from millrace.connectors.engines.sglang.wire.answer_body import NO_TOKENS
+from millrace.connectors.engines.watched import POLLS
 from millrace.core.errors import EngineLostError, EngineStalledError
 
 TIMEOUT_S = 0.8
@@ -26,7 +27,7 @@ ANSWER = {
 }
 
 
-class Scripted(EngineClient):
+class Scripted(SglangClient):
     """Answers requests after a time, and looks with what `state` says; as SGLang, it does not tell that it is paused."""
 
     def __init__(self, state: Callable[[int], Any], answers_after_s: float = 60.0) -> None:
@@ -53,7 +54,9 @@ class Scripted(EngineClient):
         return ANSWER
 
     async def ask(self) -> Generation:
-        return await self.generate([1], {}, rid="r", progress_timeout_s=TIMEOUT_S)
+        return await self.generate(
+            GenerateRequest(input_ids=[1], sampling_params={}, rid="r", progress_timeout_s=TIMEOUT_S)
+        )
 
 
 def silent(_: int) -> Any:

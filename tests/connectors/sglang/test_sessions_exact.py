@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.engines.sglang.client import EngineClient
+from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.core.config.pipeline import OnUpdate
 from tests.support.engine_process import embedded_engine, reference_logprobs
 from tests.support.fleets import MakeFleet
@@ -62,8 +62,8 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
-async def client(engine: str) -> AsyncIterator[EngineClient]:
-    made = EngineClient(engine, "engine-0")
+async def client(engine: str) -> AsyncIterator[SglangClient]:
+    made = SglangClient(engine, "engine-0")
     yield made
     await made.close()
 
@@ -94,7 +94,7 @@ QUICK = (
 
 @pytest.mark.parametrize("way", slow_but(PATHS, *QUICK))
 async def test_the_engine_gives_what_was_trained_when_it_is_asked_for_the_whole_again(
-    client: EngineClient, places: Make, tiny_model: Path, way: str
+    client: SglangClient, places: Make, tiny_model: Path, way: str
 ) -> None:
     session, samples, turns = PATHS[way]
     ended = ENDED if "environment" in session else {}
@@ -115,7 +115,7 @@ async def test_the_engine_gives_what_was_trained_when_it_is_asked_for_the_whole_
 
 
 async def test_requests_that_another_process_ends_go_on_where_they_were(
-    client: EngineClient, places: Make, tiny_model: Path
+    client: SglangClient, places: Make, tiny_model: Path
 ) -> None:
     place = places(tiny_model, dispatcher_of(client, attempts=200), PATHS["roles"][0], new_tokens=60)
     wanted = await asyncio.gather(*(place.run(number) for number in range(4)))

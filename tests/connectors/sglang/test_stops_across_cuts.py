@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatching.pieces import ended_at_stop, joined
-from millrace.connectors.engines.sglang.client import Generation
 
 ALPHABET = "abé日"  # one, two and three bytes, a token each byte
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.fleet import Fleet
-from millrace.connectors.engines.sglang.client import Generation
 from millrace.core.config.pipeline import OnUpdate
 from tests.support.engine_process import CLOSE, reference_logprobs
 from tests.support.fleets import LONG, PROMPT, MakeFleet
@@ -180,19 +180,19 @@ async def test_stopped_requests_answer_with_what_they_have_and_go_on_elsewhere(
 async def test_an_engine_that_does_not_say_which_weights_made_what_is_refused(
     make_fleet: MakeFleet, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from millrace.connectors.engines.sglang.client import EngineClient
+    from millrace.connectors.engines.sglang.client import SglangClient
     from millrace.core.errors import EngineError
 
     fleet = make_fleet()
     dispatcher = await open_dispatcher(fleet, tiny_model, 1, 2)
-    real = EngineClient.server_info
+    real = SglangClient.server_info
 
-    async def as_sglang(self: EngineClient, timeout_s: float = 30.0) -> dict[str, Any]:
+    async def as_sglang(self: SglangClient, timeout_s: float = 30.0) -> dict[str, Any]:
         info = await real(self, timeout_s)
         info.pop("counters", None)
         return {**info, "version": "0.5.17"}
 
-    monkeypatch.setattr(EngineClient, "server_info", as_sglang)
+    monkeypatch.setattr(SglangClient, "server_info", as_sglang)
     with pytest.raises(EngineError, match=r"SGLang 0\.5\.17.*set it to resend"):
         await fleet.update_weights(str(tiny_model), 2, on_update="retract")
     assert dispatcher

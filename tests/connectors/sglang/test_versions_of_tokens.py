@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatcher import NOTHING, joined
-from millrace.connectors.engines.sglang.client import Generation, that_made
+from millrace.connectors.engines.sglang.client import that_made
 
 
 def piece(count: int, version: int, finish: str = "abort") -> Generation:

@@ -89,8 +89,13 @@ def test_layout_follows_the_gpus_of_the_host(tmp_path: Path) -> None:
         tmp_path, "trainer.world_size=4", "trainer.parallel.tensor=2", "engines.gpus=2", "engines.count=3"
     )
     on_gpus, on_cpu = make_plan(settings, gpus=8).layout, make_plan(settings, gpus=0).layout
-    assert (on_gpus.device, on_gpus.engine_kind, on_gpus.data, on_gpus.gpus) == ("cuda", "sglang", 2, 4 + 6)
-    assert (on_cpu.device, on_cpu.engine_kind, on_cpu.gpus) == ("cpu", "embedded", 0)
+    assert (on_gpus.device, on_gpus.engine_kind.name, on_gpus.data, on_gpus.gpus) == (
+        "cuda",
+        "sglang",
+        2,
+        4 + 6,
+    )
+    assert (on_cpu.device, on_cpu.engine_kind.name, on_cpu.gpus) == ("cpu", "embedded", 0)
 
 
 def test_memory_of_bf16_adam(tmp_path: Path) -> None:

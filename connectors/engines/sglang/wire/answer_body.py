@@ -6,7 +6,6 @@ Owns parsing the pairs [log-probability, token id, null] without a Python list p
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,8 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from millrace.connectors.engines.client import NO_TOKENS, OutputTokens
 
 # a quoted name before a colon is a key, since inside a text its quotes would be escaped
 PAIRS = re.compile(rb'"output_token_logprobs"\s*:\s*\[\s*\[')
@@ -27,17 +28,6 @@ MOST_BYTES = 2**31 - WORD  # Arrow's string offsets have 32 bits
 
 Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class OutputTokens:
-    """N generated tokens and their log-probabilities; NaN for a missing one."""
-
-    ids: npt.NDArray[np.int32]  # [N]
-    logprobs: npt.NDArray[np.float64]  # [N]
-
-
-NO_TOKENS = OutputTokens(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float64))
 
 
 def read_answer(body: bytes) -> Any:

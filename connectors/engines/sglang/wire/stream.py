@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.connectors.engines.sglang.wire.answer_body import NO_TOKENS, OutputTokens, read_answer
+from millrace.connectors.engines.client import NO_TOKENS, OutputTokens
+from millrace.connectors.engines.sglang.wire.answer_body import read_answer
 
 DONE = b"[DONE]"
 DATA = b"data:"

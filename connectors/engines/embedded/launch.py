@@ -1,0 +1,46 @@
+"""The command line of the embedded engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from millrace.connectors.engines.embedded.door import KEY
+from millrace.connectors.engines.launch import EngineStart, Launch
+from millrace.core.config import RunConfig
+from millrace.core.config.engines import EmbeddedOptions
+from millrace.core.errors import ConfigError
+
+
+def launch_embedded(start: EngineStart) -> Launch:
+    """Start the embedded engine on a free port, which it writes to a file."""
+    port_file = start.folder / "port"
+    command = embedded_command(start.config, start.model, port_file)
+    environment = {**os.environ, KEY: start.key}
+    return Launch(command, lambda: int(port_file.read_text()) if port_file.exists() else None, environment)
+
+
+def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str]:
+    """The command. Raises ConfigError if the engine should only prefill."""
+    e = config.engines
+    assert isinstance(e, EmbeddedOptions)
+    if e.prefill:
+        raise ConfigError(
+            f"engines.prefill = {e.prefill}: without a GPU engines are embedded ones, which do both; set it to 0"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "millrace.connectors.engines.embedded",
+        "--model-path",
+        model,
+        "--host",
+        e.host,
+        "--port",
+        "0",
+    ]
+    command += ["--port-file", str(port_file), "--weight-version", "initial"]
+    command += ["--max-running-requests", str(e.max_running), "--max-total-tokens", str(e.max_total_tokens)]
+    command += ["--dtype", config.dtype]
+    return command + (["--threads", str(e.threads)] if e.threads else [])

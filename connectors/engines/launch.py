@@ -1,0 +1,59 @@
+"""What starts a server: its command, the port that it answers at, and its environment.
+
+Owns the types that the kinds of engine share. Knows no kind.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from millrace.core.config import RunConfig
+
+HTTP_PROXIES = ("HTTP_PROXY", "ALL_PROXY")  # in upper or lower case
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """What an engine's server is started with."""
+
+    config: RunConfig
+    model: str  # a folder
+    index: int
+    address: str  # of this node
+    key: str = field(repr=False)  # that requests must bring
+    folder: Path  # for files until the server answers; no other user can read in it
+
+
+class Launch(NamedTuple):
+    """How to start a server process."""
+
+    command: Sequence[str]
+    port: Callable[[], int | None]  # None as long as the port is not known
+    environment: Mapping[str, str]
+
+
+LaunchEngine = Callable[[EngineStart], Launch]
+"""Says how to start an engine. Raises ConfigError if the configuration asks for what the engine cannot do."""
+
+
+def free_port(host: str) -> int:
+    """A port on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def without_http_proxy(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment without HTTP proxies: a server reaches the run's other servers over plain HTTP, and a proxy cannot.
+
+    The proxy for HTTPS stays, by which the server downloads from elsewhere.
+    """
+    environment = {name: value for name, value in given.items() if name.upper() not in HTTP_PROXIES}
+    for name in ("ALL_PROXY", "all_proxy"):
+        if name in given:
+            environment.setdefault("HTTPS_PROXY" if name.isupper() else "https_proxy", given[name])
+    return environment
