@@ -128,6 +128,7 @@ def test_a_figure_that_differs_in_its_last_bits_stops_the_replay_naming_iteratio
         brought_up(workers, config, changed, 4)
 
 
+@pytest.mark.slow
 def test_under_another_layout_a_step_may_differ_within_the_tolerance(
     workers: Workers, run: tuple[RunFolder, dict[str, Any], bytes], tmp_path: Path
 ) -> None:

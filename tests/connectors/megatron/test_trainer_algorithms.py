@@ -503,13 +503,24 @@ def test_a_teacher_of_a_smaller_vocabulary_is_refused(
     ("kind", "shape", "layout"),
     [
         # megatron drops the padding after the tied embedding's bucket, and reads the later stages' state off its places
-        ("qwen3", {"tie_word_embeddings": True}, {"parallel": {"pipeline": 2}}),
+        pytest.param(
+            "qwen3",
+            {"tie_word_embeddings": True},
+            {"parallel": {"pipeline": 2}},
+            id="tied over stages",
+            marks=pytest.mark.slow,
+        ),
         # experts have an optimizer of their own, whose state is one of a list
-        ("qwen3_moe", {}, {"optimizer": {"distributed": False}}),
-        ("qwen3_moe", {}, {"parallel": {"expert": 2}}),
-        ("qwen3", {}, {"dtype": "bfloat16"}),
+        pytest.param(
+            "qwen3_moe",
+            {},
+            {"optimizer": {"distributed": False}},
+            id="experts, replicated optimizer",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("qwen3_moe", {}, {"parallel": {"expert": 2}}, id="experts apart"),
+        pytest.param("qwen3", {}, {"dtype": "bfloat16"}, id="bfloat16"),
     ],
-    ids=["tied over stages", "experts, replicated optimizer", "experts apart", "bfloat16"],
 )
 def test_ppo_goes_on_from_its_checkpoint_bit_equal(
     workers: Workers,

@@ -114,6 +114,7 @@ async def test_the_engine_gives_what_was_trained_when_it_is_asked_for_the_whole_
     assert len(asked) == len(segments) - sum(row.kind == "segment" for row in half)
 
 
+@pytest.mark.slow
 async def test_requests_that_another_process_ends_go_on_where_they_were(
     client: SglangClient, places: Make, tiny_model: Path
 ) -> None:

@@ -59,6 +59,7 @@ def write_manifests(root: Path, count: int) -> Ledger:
     return ledger
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_an_iteration_is_small(tmp_path: Path) -> None:
     """It was every manifest, some 30 KiB each: a driver of thousands of iterations grew by as much."""
     write_manifests(tmp_path, ITERATIONS)

@@ -66,7 +66,14 @@ async def _grade(pool: WorkerPool, response: str, label: str) -> tuple[float, fl
     return found
 
 
-@pytest.mark.parametrize("answers", [TOWERS, SLOW_ALGEBRA, NO_ANSWERS], ids=["towers", "algebra", "none"])
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param(TOWERS, id="towers"),
+        pytest.param(SLOW_ALGEBRA, id="algebra", marks=pytest.mark.slow),
+        pytest.param(NO_ANSWERS, id="none"),
+    ],
+)
 async def test_no_answer_takes_the_worker_long(pool: WorkerPool, answers: list[str]) -> None:
     await _grade(pool, r"\boxed{x}", r"\sqrt{7}")  # loads the library
     problems = []
