@@ -43,7 +43,7 @@ from benchmarks.whole_runs.killed_driver import EmbeddedEngines, SGLangEngines, 
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.flows.tools.plan import plan_from
+from millrace.flows.commands.plan import plan_from
 from tests.support.ctrl_c import heed_ctrl_c
 
 MODES: dict[str, dict[str, Any]] = {

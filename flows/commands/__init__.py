@@ -1,17 +1,68 @@
-"""The `millrace` command line, a module a group of commands. Commands parse, print and leave.
+"""The `millrace` command line, a module a command. Commands parse, print and leave.
 
-Heavy imports happen inside commands, so that a wrong configuration is answered at once.
+A command's module is imported when the command is typed, so that `millrace --help` and a wrong name are answered at once.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
 from millrace.connectors.host.local_files import keep_private
 from millrace.connectors.host.own_addresses import reach_own_directly
 from millrace.core.plain_text import take_any_text
-from millrace.flows.commands import evaluate, look, run, score, server, start, tools
 from millrace.flows.commands.terminal import CommandLine
 
+# in the order of the help, with the first line of each command's own
+COMMANDS = {
+    "new": "Make a folder to start from: run.yaml, rewards.py and rows of data.",
+    "train": "Train a run, or resume it: the same name resumes.",
+    "check": "Resolve a configuration, check everything it names, and print the plan.",
+    "quickstart": "Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it has learnt.",
+    "pretrained": "Make a Hugging Face folder of SmolLM2-135M-Instruct, a pretrained chat model. Its weights are dequantised from 4 bits.",
+    "runs": "List the runs under a storage root.",
+    "show": "Show a run: its folder and pages, and its iterations with the evaluations by set; 0 is before training.",
+    "ledger": "Account for every token that a run generated; exits with 1 if an iteration's account does not close.",
+    "verify": "Check every hash, the ledger and the lineage of a run again; exits with 1 if anything is wrong.",
+    "replay": "Repeat stored steps from stored batches and compare metrics and weights; exits with 1 if they differ.",
+    "sql": "Ask DuckDB about a run: views prompts, samples, turns, rewards, verdicts, batches, steps, evaluations, metrics.",
+    "plan": "Predict an iteration's time on shared and on split GPUs, synchronous and asynchronous, from a run's recorded times.",
+    "score": "Score the rows of a file with a reward; print mean, distribution and failures. Exit code 1: no row could be scored.",
+    "branch": "Start a new run from any checkpointed iteration of another.",
+    "discard": "Discard an iteration that is not committed: its groups are drawn again, and its files are moved aside.",
+    "stop": "End a run on this host, as Ctrl-C does, or the processes that a killed run left. Files stay; train resumes it.",
+    "server": "Start (or find) the local Prefect server; or stop it, MLflow's, and the local Ray head with every actor on it.",
+    "ui": "Start (or find) the Prefect and MLflow servers, and print the addresses of their pages.",
+    "deploy": "Create Prefect deployments of the files, and of the flows for any run; a worker runs them from this folder.",
+    "eval": "Answer held-out sets with stored weights; print reward, interval, pass@k and the majority.",
+}
+
+
+def command_of(name: str) -> Any:
+    """A command with its options: the function of its name in its module."""
+    module = import_module(f"millrace.flows.commands.{name}")
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command(name)(getattr(module, "evaluate" if name == "eval" else name))
+    return typer.main.get_command(single)
+
+
+class _Commands(TyperGroup):
+    """The help needs names and lines alone; a command that is typed is imported."""
+
+    def __init__(self, **options: Any) -> None:
+        listed = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+        super().__init__(**{**options, "commands": listed})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, name and command_of(name), rest
+
+
 app = CommandLine(
+    cls=_Commands,
     help="LLM reinforcement-learning post-training as resumable Prefect flows.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -24,24 +75,3 @@ def _process() -> None:
     keep_private()
     take_any_text()
     reach_own_directly()
-
-
-for command in (
-    *(start.new, run.train, run.check, run.quickstart, start.pretrained),
-    *(
-        look.runs,
-        look.show,
-        look.ledger,
-        tools.verify,
-        tools.replay,
-        look.sql,
-        look.plan,
-        score.score,
-        tools.branch,
-        tools.discard,
-        tools.stop,
-    ),
-    *(server.server, server.ui, server.deploy),
-):
-    app.command()(command)
-app.command("eval")(evaluate.evaluate)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import typer.main
 from pydantic import BaseModel
 
 from millrace.core.config import RunConfig
-from millrace.flows.commands import app
+from millrace.flows.commands import COMMANDS, command_of
 from tests.house.words import found_in
 from tests.support.doc_commands import anchor_of, section
 
@@ -82,7 +81,7 @@ def test_the_map_answers_where_each_part_is() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_exists(page: str) -> None:
-    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    commands = set(COMMANDS)
     named = {
         name for code in _code(_text(page)) for name in re.findall(r"(?:^|\s|`)millrace ([a-z]+)\b", code)
     }
@@ -91,13 +90,10 @@ def test_every_command_exists(page: str) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *EXAMPLES])
 def test_every_option_of_a_command_exists(page: str) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for code in _code(_text(page)):
         for name, rest in re.findall(r"(?:^|\s|`)millrace ([a-z]+)\b([^#|;&`]*)", code):
             named = set(re.findall(r"(?<=\s)--[a-z-]+", re.sub(r"\"[^\"]*\"", "", rest)))
-            command = commands[name]
-            parts = [command, *getattr(command, "commands", {}).values()]
-            known = {option for part in parts for field in part.params for option in field.opts}
+            known = {option for field in command_of(name).params for option in field.opts}
             assert named <= known | {"--help"}, (code, named - known)
 
 

@@ -18,10 +18,10 @@ from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
 from millrace.core.hooks.loading import load
 from millrace.core.rewards.scoring import score_sample
+from millrace.flows.commands.sql import answer
 from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check import checked as checked_whole
 from millrace.flows.preflight.plan_seen import prompt
-from millrace.flows.tools.sql import answer
 from tests.support.doc_commands import blocks, section
 from tests.support.stored_run import write_run
 

@@ -19,8 +19,16 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.tracker import run_tags, with_run_tags
 from millrace.flows import from_file, sft, train
+from millrace.flows.commands.deploy import (
+    BUTTONS,
+    FILES,
+    TAG,
+    all_deployments,
+    deploy_all,
+    pool_of,
+    shown_name,
+)
 from millrace.flows.from_file import name_of_file
-from millrace.flows.tools.deploy import BUTTONS, FILES, TAG, all_deployments, deploy, pool_of, shown_name
 
 RECIPES = sorted((FILES / "recipes").glob("*.yaml"))
 POOLS = ("docker", "kubernetes", "process")
@@ -131,7 +139,7 @@ def test_a_file_of_the_users_has_one_by_the_name_of_its_run(tmp_path: Path) -> N
 )
 def test_a_pool_that_cannot_be_is_refused(kind: str, image: str | None, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        deploy(tmp_path, kind=kind, image=image)
+        deploy_all(tmp_path, kind=kind, image=image)
 
 
 @pytest.mark.parametrize("kind", POOLS)

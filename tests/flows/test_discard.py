@@ -13,8 +13,8 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.stored import VERSION
 from millrace.core.errors import StorageError
+from millrace.flows.commands.discard import discard_iterations
 from millrace.flows.driver.stored_run import run_record
-from millrace.flows.tools.discard import discard_iterations
 from tests.support.flow_runs import Workplace, configuration, trained
 
 GOES = (

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
 from millrace.core.config import RunConfig
-from millrace.flows.commands import app
+from millrace.flows.commands import command_of
 from millrace.flows.driver.ending import ending
 from tests.support.stored_run import CONFIG, write_run
 
@@ -32,12 +31,11 @@ def test_the_end_names_the_newest_export_the_best_of_each_set_and_the_commands(t
         f"look     millrace show a --root '{root}'",
         f"curves   millrace ui a --root '{root}'",
     ]
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for line in lines[-2:]:
         program, command, *arguments = shlex.split(line)[1:]
         assert program == "millrace"
         assert arguments == ["a", "--root", root]
-        assert {"run", "root"} <= {option.name for option in commands[command].params}
+        assert {"run", "root"} <= {option.name for option in command_of(command).params}
 
 
 def test_what_a_run_does_not_have_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config.pipeline import Pipeline
-from millrace.flows.commands import app, tables
+from millrace.flows.commands import app
+from millrace.flows.commands import listing as printing
+from millrace.flows.commands.listing import Listing
+from millrace.flows.commands.show import _pipeline
+from millrace.flows.commands.sql import ALL, QueryError, answer, connect
 from millrace.flows.driver.stored_run import evaluations
-from millrace.flows.tools.browse import _pipeline
-from millrace.flows.tools.listing import Listing
-from millrace.flows.tools.sql import ALL, QueryError, answer, connect
 from millrace.tasks.reporting.curves import Curves
 from tests.support.doc_commands import blocks
 from tests.support.stored_run import MESSAGES, SYSTEM, write_run
@@ -118,15 +119,15 @@ def test_a_table_on_a_terminal_has_its_width_and_loses_no_row_or_column(width: i
         ["name", "[b]answer[/b]", "number"], [("x" * 64, f"[/]{LONG}", 0.123456), ("y", None, 3)]
     )
     out = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    tables._print_table(listing, out, tables.LONGEST)
+    printing._print_table(listing, out, printing.LONGEST)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width
     joined = re.sub(r"[\s│┃]", "", text)
     for part in ("name", "[b]answer[/b]", "number", "0.1235", "y", "3"):
         assert part in joined
     assert joined.count("x") >= 64
-    whole = Console(file=io.StringIO(), width=tables.UNLIMITED, color_system=None)
-    tables._print_table(listing, whole, None)
+    whole = Console(file=io.StringIO(), width=printing.UNLIMITED, color_system=None)
+    printing._print_table(listing, whole, None)
     assert f"[/]{LONG}" in whole.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.flows.tools.ledger import accounts_of_run
-from millrace.flows.tools.verify import verify_run
+from millrace.flows.commands.ledger import accounts_of_run
+from millrace.flows.commands.verify import verify_run
 from tests.soak import forms, promises
 from tests.soak.points import CHECKPOINTED, TASKS, WHENS
 from tests.support.engine_process import embedded_engine

@@ -18,9 +18,9 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError, StorageError
-from millrace.flows.tools.evaluate import evaluate_run, own_configuration
-from millrace.flows.tools.named_by_run import named_by_run
-from millrace.flows.tools.replay import replay_run
+from millrace.flows.commands.eval import evaluate_run
+from millrace.flows.commands.named_by_run import named_by_run
+from millrace.flows.commands.replay import own_configuration, replay_run
 from tests.support.flow_runs import Workplace
 from tests.support.stored_run import CONFIG, write_run
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from millrace import RewardInput
 from millrace.core.config.reading.load import load_config
 from millrace.flows.commands import app
+from millrace.flows.commands.deploy import FILES
+from millrace.flows.commands.new import NOT_TO_START_FROM, ROWS, recipes
 from millrace.flows.preflight.check import check
 from millrace.flows.quickstart import arithmetic
-from millrace.flows.tools.deploy import FILES
-from millrace.flows.tools.new import NOT_TO_START_FROM, ROWS, recipes
 
 WRITTEN = ("run.yaml", "rewards.py", "train.jsonl", "held_out.jsonl")
 RECIPES = [file.stem for file in recipes()]

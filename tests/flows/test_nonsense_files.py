@@ -23,15 +23,16 @@ from millrace.connectors.storage.run_folder import CUT, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.errors import StorageError
+from millrace.flows.commands.branch import branch_run
+from millrace.flows.commands.ledger import accounts_of_run
+from millrace.flows.commands.runs import runs_listing
+from millrace.flows.commands.show import run_listing
+from millrace.flows.commands.sql import answer
+from millrace.flows.commands.verify import verify_run
 from millrace.flows.driver.named_model import _commit
 from millrace.flows.driver.run_record import run_id
 from millrace.flows.driver.weights_type import settled
 from millrace.flows.preflight.check_run import StoredRun, check_run
-from millrace.flows.tools.branch import branch_run
-from millrace.flows.tools.browse import run_listing, runs_listing
-from millrace.flows.tools.ledger import accounts_of_run
-from millrace.flows.tools.sql.query import answer
-from millrace.flows.tools.verify import verify_run
 from tests.support.permissions import modes_hold
 from tests.support.run_readers import TASKS
 from tests.support.stored_run import CONFIG, write_run

@@ -23,10 +23,10 @@ from millrace.connectors.storage.store import Store
 from millrace.core.errors import ConfigError, StorageError
 from millrace.core.families.architecture import architecture
 from millrace.core.families.tensors import INDEX, weight_tensors
-from millrace.flows.tools.branch import branch_run
-from millrace.flows.tools.named_files import check_file, named_by_records
-from millrace.flows.tools.replay import export_folder
-from millrace.flows.tools.verify import Verdict, _checkpoint, _open_iteration, _problems_of_records
+from millrace.flows.commands.branch import branch_run
+from millrace.flows.commands.named_files import check_file, named_by_records
+from millrace.flows.commands.replay import export_folder
+from millrace.flows.commands.verify import Verdict, _checkpoint, _open_iteration, _problems_of_records
 from tests.support.stored_run import write_run
 
 BAD = {
@@ -278,9 +278,9 @@ READ_ENTRIES = {
     "connectors/trainers/megatron/checkpoint/trainer_state.py": "train, of a checkpoint",
     "connectors/storage/checkpoint_files.py": "branch, of a checkpoint",
     "connectors/storage/iteration_files.py": "train, of an open iteration",
-    "flows/tools/named_files.py": "verify, of an export",
-    "flows/tools/replay.py": "eval and replay, of an export",
-    "flows/tools/verify.py": "verify, of quarantined rows",
+    "flows/commands/named_files.py": "verify, of an export",
+    "flows/commands/replay.py": "eval and replay, of an export",
+    "flows/commands/verify.py": "verify, of quarantined rows",
     "tasks/context.py": "train, of an open iteration",
     "tasks/publish.py": "train, of an open iteration",
     "tasks/run_recorded.py": "train, of an open iteration",

@@ -15,7 +15,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, StorageError
 from millrace.flows.commands import app
-from millrace.flows.tools.plan import recorded_run
+from millrace.flows.commands.plan import recorded_run
 from tests.support.flow_runs import Workplace
 from tests.support.stored_run import CONFIG, write_run
 

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import typer.main
-
 import millrace
-from millrace.flows.commands import app
+from millrace.flows.commands import COMMANDS, command_of
 
 SOURCES = Path(millrace.__file__).parent
 FOLDERS = ("core", "connectors", "tasks", "flows")
@@ -106,12 +104,12 @@ def test_a_command_in_a_message_exists_with_its_options() -> None:
 def _exists(line: str) -> bool:
     """Whether the command is known and takes such arguments; one that is named without arguments only points to it."""
     name, *words = shlex.split(line)
-    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    if name not in known:
+    if name not in COMMANDS:
         return False
-    options = {option for parameter in known[name].params for option in parameter.opts}
+    parameters = command_of(name).params
+    options = {option for parameter in parameters for option in parameter.opts}
     given = [word for word in words if word.startswith("--")]
-    needed = [p for p in known[name].params if p.required and p.param_type_name == "argument"]
+    needed = [p for p in parameters if p.required and p.param_type_name == "argument"]
     values = [word for word in words if not word.startswith("--")]
     return set(given) <= options and (not words or len(values) >= len(needed) + len(given))
 

@@ -16,10 +16,10 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.errors import DEFAULT_ROOT, MillraceError, of_run
 from millrace.flows.commands import app
+from millrace.flows.commands.discard import discard_iterations
+from millrace.flows.commands.ledger import accounts_of_run
 from millrace.flows.driver.same_run import check_resume
 from millrace.flows.driver.stored_run import run_record
-from millrace.flows.tools.discard import discard_iterations
-from millrace.flows.tools.ledger import accounts_of_run
 from tests.flows.test_remedies import sentences
 from tests.support.stored_run import CONFIG, write_run
 

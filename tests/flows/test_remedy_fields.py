@@ -30,7 +30,7 @@ BEFORE_A_RUN = (
     "core/hooks/slime/",
     "flows/preflight/",
     "flows/quickstart.py",
-    "flows/tools/new.py",
+    "flows/commands/new.py",
 )
 CHANGE = re.compile(
     r"\b(?:set|raise|lower|increase|reduce|remove|give|put|choose|change|correct)\b", re.IGNORECASE
@@ -45,7 +45,7 @@ NOT_ASKED_FOR = {  # file and field: why the field need not change when the run 
     ): "the check scores rows before a run; later the row is corrected",
     ("connectors/engines/sglang/client.py", "model.dtype"): "a place to look at, not a change",
     ("flows/commands/terminal.py", "run.name"): "an example of how a field is set",
-    ("flows/tools/deploy.py", "run.name"): "of a file that is deployed, before any run of it",
+    ("flows/commands/deploy.py", "run.name"): "of a file that is deployed, before any run of it",
     **{
         (
             "flows/driver/rollouts_source.py",

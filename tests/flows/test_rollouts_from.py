@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.flows.tools.verify import verify_run
+from millrace.flows.commands.verify import verify_run
 from tests.support.flow_runs import Workplace, final_weights, trained
 
 FROM = (

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace.core.errors import StorageError
-from millrace.flows.tools.replay import replay_run
-from millrace.flows.tools.verify import verify_run
+from millrace.flows.commands.replay import replay_run
+from millrace.flows.commands.verify import verify_run
 from tests.support.flow_runs import Workplace, generated, trained
 
 pytestmark = pytest.mark.slow  # some minutes of whole runs and processes

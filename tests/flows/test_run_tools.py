@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from millrace.flows.tools.replay import largest_differences
-from millrace.flows.tools.sql.query import answer
+from millrace.flows.commands.replay import largest_differences
+from millrace.flows.commands.sql import answer
 from tests.soak.promises import numbers
 from tests.support.flow_runs import Workplace, final_weights, trained
 

@@ -13,11 +13,11 @@ from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, RunFolder, open_iterations
 from millrace.core.errors import CorruptFileError
+from millrace.flows.commands.branch import branch_run
+from millrace.flows.commands.ledger import accounts_of_run
+from millrace.flows.commands.sql import answer
+from millrace.flows.commands.verify import verify_run
 from millrace.flows.driver.stored_run import ahead_of, run_record
-from millrace.flows.tools.branch import branch_run
-from millrace.flows.tools.ledger import accounts_of_run
-from millrace.flows.tools.sql import answer
-from millrace.flows.tools.verify import verify_run
 from tests.support.stored_run import write_run
 
 AHEAD = 3  # index of the iteration beyond the first open one

@@ -15,7 +15,7 @@ import pytest
 
 from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.core.errors import LeaseHeldError
-from millrace.flows.tools import stop
+from millrace.flows.commands import stop
 from tests.support.flow_runs import PATIENCE_S, Workplace, output_of, wait_until
 
 CONSTANT = "def score(sample):\n    return 0.5\n"

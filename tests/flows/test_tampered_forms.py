@@ -19,8 +19,8 @@ from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts.turns import TurnRow
-from millrace.flows.tools.discard import discard_iterations
-from millrace.flows.tools.verify import verify_run
+from millrace.flows.commands.discard import discard_iterations
+from millrace.flows.commands.verify import verify_run
 from millrace.tasks.generation.sessions.rollout_record import stored_events
 from tests.soak import forms
 from tests.support.flow_runs import Workplace

@@ -9,9 +9,9 @@ import pytest
 from millrace.connectors.storage.store import Store
 from millrace.connectors.user_code.process import Limits
 from millrace.core.config import RunConfig
+from millrace.flows.commands.plan import plan_from
+from millrace.flows.commands.score import Columns, _read, score_file
 from millrace.flows.driver.stored_run import run_record
-from millrace.flows.tools.plan import plan_from
-from millrace.flows.tools.score import Columns, _read, score_file
 from tests.support.run_readers import COMMITTED, Numbers
 from tests.support.tampering import WAYS, another, linked, outcome, victim
 

@@ -18,7 +18,7 @@ from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, MissingFileError
-from millrace.flows.tools.verify import verify_run
+from millrace.flows.commands.verify import verify_run
 from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import Workplace
 from tests.support.run_readers import (

@@ -94,7 +94,7 @@ with libraries_kept_off_terminal() as terminal:
 
 SILENT = """
 import typer
-from millrace.flows.commands.run import _interruptible
+from millrace.flows.commands.train import interruptible
 
 app = typer.Typer()
 
@@ -103,7 +103,7 @@ def work():
 
 @app.command()
 def go():
-    _interruptible(work)
+    interruptible(work)
 
 app(args=[])
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.flows.tools.browse import run_listing
+from millrace.flows.commands.show import run_listing
 from tests.core.contracts.test_task_records import TYPES, mismatches
 from tests.soak.points import TASKS
 from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.flows.tools.deploy import FILES
+from millrace.flows.commands.deploy import FILES
 from tests.support.flow_runs import Workplace, trained, wait_until
 
 ITERATIONS, KILLED_AFTER = 20, 10

@@ -163,7 +163,7 @@ ROWS = {
     },
     "flows/driver/run_record.py": {"subprocess.run": TRUSTED},
     "flows/preflight/check.py": {"thread.join": "PATIENCE_S or DISK_PATIENCE_S a check"},
-    "flows/tools/stop.py": {"time.sleep": COUNTED},
+    "flows/commands/stop.py": {"time.sleep": COUNTED},
     "flows/train.py": {"await evaluated": "a task of this iteration: requests and scores have limits"},
     "tasks/checkpoint.py": {
         "asyncio.sleep": "the rank ends a writer that writes nothing: it has failed then"

@@ -27,11 +27,11 @@ from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.core.waits.deadline import USUAL
+from millrace.flows.commands.branch import branch_run
+from millrace.flows.commands.ledger import accounts_of_run
+from millrace.flows.commands.replay import export_folder
+from millrace.flows.commands.sql import connect
 from millrace.flows.driver.stored_run import run_record, settings_of
-from millrace.flows.tools.branch import branch_run
-from millrace.flows.tools.ledger import accounts_of_run
-from millrace.flows.tools.replay import export_folder
-from millrace.flows.tools.sql import connect
 from millrace.tasks.batching.deferred_groups import join, read_cut
 from millrace.tasks.batching.reused_groups import read_reused
 from millrace.tasks.context import IterationContext

@@ -22,8 +22,8 @@ from millrace.connectors.storage.sealed import PLACE, check_seal, sealed
 from millrace.connectors.storage.store import Store
 from millrace.connectors.storage.takeovers import take_over
 from millrace.core.errors import MillraceError, StorageError
+from millrace.flows.commands.verify import verify_run
 from millrace.flows.driver.stored_run import run_record
-from millrace.flows.tools.verify import verify_run
 from millrace.tasks.publish import _commit, _manifest
 from tests.support.run_readers import COMMITTED, OPEN, TASKS, UNDER_WAY, Numbers
 

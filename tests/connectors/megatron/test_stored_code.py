@@ -249,7 +249,7 @@ READS = {
     ("connectors/engines/embedded/weight_routes.py", "load_safetensors"): "safetensors",
     ("connectors/engines/embedded/model.py", "safe_open"): "safetensors",
     ("connectors/trainers/megatron/weights/hf_folder.py", "safe_open"): "safetensors",
-    ("flows/tools/replay.py", "load_file"): "safetensors",
+    ("flows/commands/replay.py", "load_file"): "safetensors",
     ("core/config/reading/yaml_text.py", "yaml.load"): "a SafeLoader",
 }
 PLAIN_FORMATS = ("json", "pq", "pa.ipc")

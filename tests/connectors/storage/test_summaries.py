@@ -17,7 +17,7 @@ from millrace.connectors.storage.manifests import summaries
 from millrace.connectors.storage.manifests.summaries import SUMMARY, Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.errors import CorruptFileError, MissingFileError
-from millrace.flows.tools.verify import verify_run
+from millrace.flows.commands.verify import verify_run
 from tests.support.slow_members import slow_but
 
 FEW = 4  # iterations of a summary here

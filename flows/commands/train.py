@@ -1,4 +1,4 @@
-"""Commands that check and run a configuration: train, check, quickstart."""
+"""`millrace train`: check a configuration, and run or resume it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
-
-import typer
+from typing import TYPE_CHECKING, TypeVar
 
 from millrace.connectors.host.local_files import library_log, room_at_home
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import MillraceError
+from millrace.flows.commands.check import checked_or_exit
 from millrace.flows.commands.terminal import (
     ConfigArgument,
     Overrides,
-    RootOption,
     console,
     errors,
     guarded,
@@ -30,7 +27,7 @@ from millrace.flows.driver.interruption import run_interruptibly
 if TYPE_CHECKING:
     from millrace.core.config import RunConfig
     from millrace.flows.drive import DriveResult
-    from millrace.flows.preflight.check import Checked
+
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -42,49 +39,19 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     from millrace.flows.preflight.plan_seen import run_elsewhere
 
     def work() -> tuple[RunConfig, DriveResult]:
-        found = _checked(config, overrides)
+        found = checked_or_exit(config, overrides)
         if warning := run_elsewhere(found):
             errors.print(warning, soft_wrap=True)
         with room_at_home():
             return found.config, _run_flow(found.config)
 
-    resolved, result = _interruptible(work)
+    resolved, result = interruptible(work)
     did, total = result["did"], result["iterations"]
     console.print(f"run {resolved.run.name}: {total} iterations complete, {did} of them now")
     print_lines(guarded(lambda: ending(resolved)))
 
 
-def check(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Resolve a configuration, check everything it names, and print the plan."""
-    from millrace.core.config.plan import make_plan
-    from millrace.flows.preflight.plan_table import plan_text
-    from millrace.flows.preflight.unchecked import unchecked
-
-    found = _checked(config, overrides)
-    width = console.width if console.is_terminal else None
-    text = plan_text(make_plan(found.located), found, width)
-    console.print(text, soft_wrap=True)
-    for sentence in unchecked(found.config, found.model.whole):
-        console.print(sentence, soft_wrap=True)
-
-
-def quickstart(
-    root: RootOption = "runs",
-    seed: Annotated[int, typer.Option(help="Seed of model, data and sampling.")] = 0,
-    iterations: Annotated[
-        int | None, typer.Option(help="RL iterations; more iterations take longer.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run; quickstart-SEED when not given.")] = None,
-) -> None:
-    """Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it has learnt."""
-    from millrace.flows.quickstart import run_quickstart
-
-    _interruptible(
-        lambda: run_quickstart(root=root, seed=seed, iterations=iterations, name=name, console=console)
-    )
-
-
-def _interruptible(work: Callable[[], T]) -> T:
+def interruptible(work: Callable[[], T]) -> T:
     """Do the work of a command that starts live parts: signals end it, and output of the parts goes to a log."""
     with libraries_kept_off_terminal() as terminal, lines_before_prefect():
         return guarded(lambda: run_interruptibly(lambda: _not_in_silence(work), terminal))
@@ -131,20 +98,3 @@ def _run_flow(config: RunConfig) -> DriveResult:
             where=f"the Prefect server at {ensure_server()}",
             remedy="what finished is kept: start the same command again",
         ) from error
-
-
-def _checked(path: Path, overrides: list[str] | None) -> Checked:
-    """The configuration with the results of its checks. Ends the command with every problem, in the file or what it names."""
-    from millrace.core.config.parts.problems import render_problems
-    from millrace.core.config.reading.load import read_config
-    from millrace.flows.preflight.check import checked
-
-    reading = guarded(lambda: read_config(str(path), overrides or []))
-    with waiting(log, "the check of model, data and reward"):
-        found = checked(reading.config, reading.problems) if reading.config else None
-    problems = found.problems if found else reading.problems
-    if problems or found is None:
-        errors.print(render_problems(problems), soft_wrap=True)
-        raise SystemExit(2)
-    found.file = path
-    return found

@@ -40,11 +40,33 @@ from millrace.core.contracts.ids import derived_seed, iteration_number
 from millrace.core.contracts.rows.prompts import SourceFingerprint
 from millrace.core.contracts.sample import columns
 from millrace.core.errors import DataError, StorageError
+from millrace.flows.commands.named_files import named_by_records, strangers
+from millrace.flows.commands.terminal import RootOption, console, guarded
 from millrace.flows.driver.stored_run import ahead_of, run_record, settings_of
-from millrace.flows.tools.named_files import named_by_records, strangers
 from millrace.tasks.batching.account import carried_to
 
+SHOWN = 20  # number of shown files
 Row = TypeVar("Row")
+
+
+def verify(run: str, root: RootOption = "runs") -> None:
+    """Check every hash, the ledger and the lineage of a run again; exits with 1 if anything is wrong."""
+    verdict = guarded(lambda: verify_run(root, run))
+    opened = [str(iteration_number(index)) for index in verdict.open_iterations]
+    console.print(
+        f"{run}: {verdict.iterations} iterations, {verdict.files} files, {verdict.trained_samples} trained samples, "
+        f"{verdict.checkpoints} checkpoints looked at" + (f"; open: {', '.join(opened)}" if opened else "")
+    )
+    for problem in verdict.problems:
+        console.print(f"  {problem}", soft_wrap=True)
+    if verdict.strangers:
+        console.print(f"{len(verdict.strangers)} files that no manifest names; nothing reads them:")
+        for path in verdict.strangers[:SHOWN]:
+            console.print(f"  {path}", soft_wrap=True)
+        if len(verdict.strangers) > SHOWN:
+            console.print(f"  and {len(verdict.strangers) - SHOWN} more")
+    console.print("nothing is wrong" if not verdict.problems else f"{len(verdict.problems)} problems")
+    raise SystemExit(1 if verdict.problems else 0)
 
 
 @dataclass

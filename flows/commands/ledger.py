@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.progress import track
 
 from millrace.connectors.storage.iteration_files import IterationFiles
@@ -15,12 +16,38 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import ConfigError, StorageError, of_run
 from millrace.core.plain_console import PlainConsole
+from millrace.flows.commands.listing import (
+    NEWEST,
+    CsvOption,
+    JsonOption,
+    Listing,
+    NewestOption,
+    print_listing,
+)
+from millrace.flows.commands.terminal import RootOption, errors, guarded
 from millrace.flows.driver.stored_run import run_record, settings_of
-from millrace.flows.tools.listing import Listing
 from millrace.tasks.batching.account import open_account, stored_account
 
 COLUMNS = ("iteration", "samples", "generated", "carried", *FATES, "trained_again", "closes")
 PARTS = ("fate", "dropped_by", "version", "tokens")  # columns of one iteration's listing
+
+
+def ledger(
+    run: str,
+    at: Annotated[
+        int | None, typer.Option(help="Show only this iteration, by cause and weight version.")
+    ] = None,
+    root: RootOption = "runs",
+    newest: NewestOption = NEWEST,
+    json: JsonOption = False,
+    csv: CsvOption = False,
+) -> None:
+    """Account for every token that a run generated; exits with 1 if an iteration's account does not close."""
+    accounts = guarded(lambda: accounts_of_run(root, run, at))
+    print_listing(accounts.listing, json, csv, newest)
+    for problem in accounts.problems:
+        errors.print(problem, soft_wrap=True)
+    raise SystemExit(1 if accounts.problems else 0)
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,30 @@ Owns which page of MLflow to open. Servers that the user configured are shown, n
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from millrace.connectors.mlflow.server import ensure_mlflow
 from millrace.connectors.mlflow.tracker import default_uri, find_page, is_server
-from millrace.connectors.prefect.server import (
-    ensure_server,
-    export_line,
-    login_file,
-    login_hint,
-    ui_url,
-)
+from millrace.connectors.prefect.server import ensure_server, export_line, login_file, login_hint, ui_url
 from millrace.core.errors import ConfigError
+from millrace.flows.commands.terminal import RootOption, guarded, print_lines
 from millrace.flows.driver.stored_run import run_record, settings_of
+
+
+def ui(
+    run: Annotated[str | None, typer.Argument(help="Run whose curves MLflow's page shows.")] = None,
+    root: RootOption = "runs",
+    uri: Annotated[
+        str | None, typer.Option(help="MLflow tracking URI; the run's, or the default store, when not given.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of MLflow's page; 5000 or a free one when not given.")
+    ] = None,
+) -> None:
+    """Start (or find) the Prefect and MLflow servers, and print the addresses of their pages."""
+    print_lines(guarded(lambda: open_pages(root, run, uri, port)))
 
 
 def open_pages(root: str, run: str | None, uri: str | None, port: int | None) -> list[str]:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 import yaml
 
 from millrace.connectors.prefect.server import ensure_server, export_line
@@ -21,11 +22,13 @@ from millrace.core.config.reading.files import read_files
 from millrace.core.config.reading.load import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.tracker import run_tags
+from millrace.flows.commands.terminal import guarded, print_lines
 
 if TYPE_CHECKING:
     from prefect import Flow
 
     from millrace.connectors.prefect.deployments import Described, Pool
+
 
 # added to every description
 BUTTONS = (
@@ -38,6 +41,30 @@ FILES = Path(str(resources.files("millrace.deployments")))
 
 
 def deploy(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="YAML files of runs that get a deployment each."),
+    ] = None,
+    recipes: Annotated[bool, typer.Option("--recipes", help="Deploy millrace's recipes too.")] = False,
+    pool: Annotated[
+        str, typer.Option(help="Work pool of the deployments; created unless it exists.")
+    ] = "local",
+    kind: Annotated[
+        str, typer.Option("--type", help="How the pool runs a flow run: process, docker or kubernetes.")
+    ] = "process",
+    image: Annotated[
+        str | None, typer.Option(help="Image that has millrace, for docker and kubernetes.")
+    ] = None,
+) -> None:
+    """Create Prefect deployments of the files, and of the flows for any run; a worker runs them from this folder."""
+    print_lines(
+        guarded(
+            lambda: deploy_all(Path.cwd(), files or (), recipes=recipes, pool=pool, kind=kind, image=image)
+        )
+    )
+
+
+def deploy_all(
     folder: Path,
     files: Sequence[Path] = (),
     *,

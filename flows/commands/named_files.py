@@ -8,13 +8,7 @@ from pathlib import Path
 
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, recorded
-from millrace.connectors.storage.iteration_files import (
-    OF_SOME,
-    PUBLISH,
-    TABLES,
-    IterationFiles,
-    record_path,
-)
+from millrace.connectors.storage.iteration_files import OF_SOME, PUBLISH, TABLES, IterationFiles, record_path
 from millrace.connectors.storage.parts import PART_FOLDERS, list_notes, list_parts
 from millrace.connectors.storage.run_folder import (
     COMPLETE,

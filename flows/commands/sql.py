@@ -8,11 +8,12 @@ A query reads the views and nothing else, unless its caller opens files to it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import duckdb
 import fsspec
 import pyarrow as pa
+import typer
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import TABLES, IterationFiles
@@ -22,10 +23,10 @@ from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import MillraceError
+from millrace.flows.commands.listing import CsvOption, JsonOption, Listing, print_listing
+from millrace.flows.commands.named_files import named_by_records
+from millrace.flows.commands.terminal import RootOption, guarded
 from millrace.flows.driver.stored_run import figures_of, run_record, settings_of
-from millrace.flows.tools.listing import Listing
-from millrace.flows.tools.named_files import named_by_records
-from millrace.flows.tools.sql.view_columns import MACROS, columns_of, quoted
 
 VIEWS = {
     "prompts": "prompts.parquet",
@@ -40,6 +41,37 @@ MAY_BE_EMPTY = ("turns", "logprobs")  # many runs have none
 ALL = (*VIEWS, "steps", "evaluations", "metrics")
 EXCERPT = 60  # characters of a statement that a message shows
 METRICS = pa.schema([("iteration", pa.int32()), ("name", pa.string()), ("value", pa.float64())])
+# Text of a prompt: a plain text or a single user message unchanged, else its messages without a leading system message.
+MACROS = """
+CREATE MACRO its_system(x) AS CASE WHEN json_type(x) = 'ARRAY' AND x->>'$[0].role' = 'system' THEN x->>'$[0].content' END;
+CREATE MACRO its_messages(x) AS CASE WHEN its_system(x) IS NULL THEN from_json(x, '["JSON"]')
+  ELSE from_json(x, '["JSON"]')[2:] END;
+CREATE MACRO message_text(m) AS coalesce(m->>'content', m->>'tool_calls', '');
+CREATE MACRO messages_text(them) AS CASE WHEN len(them) = 1 AND them[1]->>'role' = 'user' THEN message_text(them[1])
+  ELSE list_aggregate(list_transform(them, lambda m: (m->>'role') || ': ' || message_text(m)), 'string_agg', chr(10)) END;
+CREATE MACRO prompt_text(x) AS CASE WHEN json_type(x) = 'ARRAY' THEN messages_text(its_messages(x)) ELSE x->>'$' END;
+"""
+WITH_PROMPT = {"prompts": "source", "samples": "source", "batches": "source", "evaluations": "set"}
+REUSING = ("verdicts", "batches")  # name the iteration that generated a reused sample
+DONE = r"""CAST(regexp_extract(filename, '(\d+)\.parquet$', 1) AS INTEGER)"""
+
+
+def sql(
+    run: str,
+    query: str,
+    root: RootOption = "runs",
+    allow_files: Annotated[
+        bool,
+        typer.Option(
+            "--allow-files",
+            help="Let the query read and write other files, load extensions and open network addresses, with your rights.",
+        ),
+    ] = False,
+    json: JsonOption = False,
+    csv: CsvOption = False,
+) -> None:
+    """Ask DuckDB about a run: views prompts, samples, turns, rewards, verdicts, batches, steps, evaluations, metrics."""
+    print_listing(guarded(lambda: answer(root, run, query, allow_files=allow_files)), json, csv)
 
 
 class QueryError(MillraceError):
@@ -198,3 +230,34 @@ def _views_of(query: str) -> Collection[str]:
         return duckdb.connect().get_table_names(query) or ALL
     except duckdb.Error:
         return ALL
+
+
+def columns_of(view: str, settings: dict[str, Any], committed: int) -> str:
+    """The columns that a view selects. settings: the run's configuration. committed: number of committed iterations."""
+    changed, added = [], []
+    if view in WITH_PROMPT:
+        changed += ["prompt_text(prompt) AS prompt", "label->>'$' AS label"]
+        added += [f"{_system(view, settings)} AS system", "prompt AS messages"]
+    if view in REUSING:
+        changed.append("reused_from + 1 AS reused_from")
+    if view == "evaluations":
+        added.append(f"{DONE} AS iteration")
+    elif view in WITH_PROMPT:
+        changed.append("iteration + 1 AS iteration")
+        added.append(f"iteration < {committed} AS committed")
+    replaced = f" REPLACE ({', '.join(changed)})" if changed else ""
+    return ", ".join([f"* EXCLUDE (filename){replaced}", *added])
+
+
+def quoted(text: str) -> str:
+    """A text as SQL writes it."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _system(view: str, settings: dict[str, Any]) -> str:
+    """The system message that a row's prompt was sent with: its own, else that of its source or set."""
+    section = settings["evaluation"]["sets"] if view == "evaluations" else settings["data"]["sources"]
+    given = {item["name"]: item["system"] for item in section if item.get("system")}
+    cases = " ".join(f"WHEN {quoted(name)} THEN {quoted(text)}" for name, text in given.items())
+    column = f'"{WITH_PROMPT[view]}"'
+    return f"coalesce(its_system(prompt), CASE {column} {cases} END)" if cases else "its_system(prompt)"

@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.core.config.reading.load import load_config
 from millrace.core.errors import ConfigError, StorageError
+from millrace.flows.commands.listing import CsvOption, JsonOption, Listing, print_listing
+from millrace.flows.commands.terminal import ConfigArgument, Overrides, RootOption, guarded, print_lines
 from millrace.flows.driver.stored_run import run_record, settings_of
 from millrace.flows.planning.compare import Machine, RecordedRun, calibrated, verdicts, ways
 from millrace.flows.planning.pipeline import Mode, replay
 from millrace.flows.planning.recorded import Group, RecordedRequest, Seconds, fit_speed
-from millrace.flows.tools.listing import Listing
 
 NEWEST = 20  # newest iterations that are read
 LEAST = 2  # fewest iterations in a row under one driver
@@ -29,6 +32,21 @@ COLUMNS = (
     *("trainer_idle", "engines_idle", "age_mean", "age_max"),
 )
 ROLLOUTS = ["group_id", "response_length", "engine_id", "timings"]
+
+
+def plan(
+    config: ConfigArgument,
+    run: Annotated[str, typer.Option("--from", help="Run whose recorded iterations are replayed.")],
+    overrides: Overrides = None,
+    root: RootOption = "runs",
+    json: JsonOption = False,
+    csv: CsvOption = False,
+) -> None:
+    """Predict an iteration's time on shared and on split GPUs, synchronous and asynchronous, from a run's recorded times."""
+    made = guarded(lambda: plan_from(load_config(str(config), overrides or []), root, run))
+    print_listing(made.listing, json, csv)
+    if not (json or csv):
+        print_lines(made.verdicts)
 
 
 @dataclass(frozen=True)

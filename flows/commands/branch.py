@@ -9,13 +9,27 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
 
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder
 from millrace.core.errors import DEFAULT_ROOT, StorageError
+from millrace.flows.commands.named_files import named_by_records
+from millrace.flows.commands.terminal import RootOption, console, guarded
 from millrace.flows.driver.stored_run import run_record
-from millrace.flows.tools.named_files import named_by_records
+
+
+def branch(
+    run: str,
+    new: str,
+    at: Annotated[int, typer.Option(help="Iterations of the run that the branch starts with.")],
+    root: RootOption = "runs",
+) -> None:
+    """Start a new run from any checkpointed iteration of another."""
+    console.print(guarded(lambda: branch_run(root, run, new, at)), soft_wrap=True)
 
 
 def branch_run(root: str, run: str, new: str, at: int) -> str:

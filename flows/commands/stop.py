@@ -6,7 +6,9 @@ import asyncio
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.connectors.prefect.server import ensure_server, server_runs
@@ -15,11 +17,22 @@ from millrace.connectors.storage.lease import find_driver
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.errors import LeaseHeldError, StorageError, of_run
+from millrace.flows.commands.terminal import RootOption, console, guarded
 from millrace.flows.driver.stored_run import run_record, settings_of
 from millrace.tasks.runtime.orphans import join_and_end_orphans
 
 PROMISED_S = 10.0  # a command ends in this time after SIGTERM
 POLL_S = 0.05
+
+
+def stop(
+    run: Annotated[
+        str | None, typer.Argument(help="Run to end; without one, processes that killed drivers left.")
+    ] = None,
+    root: RootOption = "runs",
+) -> None:
+    """End a run on this host, as Ctrl-C does, or the processes that a killed run left. Files stay; train resumes it."""
+    console.print(guarded(lambda: stop_left() if run is None else stop_run(root, run)), soft_wrap=True)
 
 
 def stop_run(root: str, run: str) -> str:

@@ -1,4 +1,4 @@
-"""Commands that make the files of a first run: new, pretrained."""
+"""`millrace pretrained`: make a Hugging Face folder of a pretrained chat model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from typing import Annotated
 import typer
 
 from millrace.flows.commands.terminal import guarded, print_lines
-
-
-def new(
-    folder: Annotated[Path, typer.Argument(help="Folder to make, or a folder without such files.")],
-    recipe: Annotated[str, typer.Option(help="Recipe that run.yaml is made from.")] = "grpo",
-) -> None:
-    """Make a folder to start from: run.yaml, rewards.py and rows of data."""
-    from millrace.flows.tools import new as tool
-
-    print_lines(guarded(lambda: tool.new(folder, recipe)))
 
 
 def pretrained(

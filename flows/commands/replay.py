@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
 
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.ray import actors, client, cluster, placement
@@ -23,18 +26,43 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
+from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import MissingFileError, StorageError
+from millrace.core.hooks.loading import search_in
 from millrace.core.replay import check_replayed, with_settings
+from millrace.flows.commands.named_by_run import named_by_run
+from millrace.flows.commands.terminal import RootOption, console, guarded, named_first
 from millrace.flows.driver.named_model import at_commit
 from millrace.flows.driver.stored_run import run_record
+from millrace.flows.driver.weights_type import of_new_run
 from millrace.flows.preflight.check_references import pass_blocks_on
-from millrace.flows.tools.named_by_run import named_by_run
 from millrace.tasks.runtime.orphans import driven_run
 from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.trainer import bring_up, make_ranks, recorded_step
 
 FIGURES = ("loss", "grad_norm", "tokens", "samples")
+
+
+def replay(
+    run: str,
+    first: Annotated[int, typer.Option("--from", help="Replay starts after this many iterations.")],
+    last: Annotated[int, typer.Option("--to", help="Replay ends after this many iterations.")],
+    root: RootOption = "runs",
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file that replaces the run's own configuration.")
+    ] = None,
+) -> None:
+    """Repeat stored steps from stored batches and compare metrics and weights; exits with 1 if they differ."""
+    own = guarded(lambda: own_configuration(config, []))
+    result = guarded(lambda: replay_run(root, run, first, last, own, named_first(run)))
+    table = Table("step", "loss stored", "loss again", "grad norm stored", "grad norm again")
+    for step in result.steps:
+        table.add_row(
+            str(step["version"]), *(f"{x:.9g}" for name in ("loss", "grad_norm") for x in step[name])
+        )
+    console.print(f"from {result.started_from}:", table, result.weights)
+    raise SystemExit(0 if result.equal else 1)
 
 
 @dataclass
@@ -83,6 +111,15 @@ def replay_run(
         return asyncio.run(_replay(config, folder, first, last))
     finally:
         cluster.leave()
+
+
+def own_configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig | None:
+    """The configuration of a caller's file; None without one."""
+    if file is None:
+        return None
+    config = load_config(str(file), overrides)
+    search_in(config.run.import_from)
+    return config.with_dtype(of_new_run(config))
 
 
 def configuration_of(record: Mapping[str, Any], folder: RunFolder, index: int) -> RunConfig:

@@ -1,23 +1,28 @@
-"""Lists runs and their contents from storage alone.
-
-Owns what the command line shows of runs; starts nothing and changes no file.
-"""
+"""`millrace show`: one run, its folder and pages, and a row an iteration. Starts nothing and changes no file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any
 
-from millrace.connectors.storage.lease import holder_of
+import typer
+
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.storage.store import Store
 from millrace.core.config.pipeline import Pipeline
-from millrace.core.errors import ConfigError, MissingFileError
+from millrace.core.errors import ConfigError
 from millrace.core.logprob_gap import LogprobGuard
+from millrace.flows.commands.listing import (
+    NEWEST,
+    CsvOption,
+    JsonOption,
+    Listing,
+    NewestOption,
+    print_listing,
+)
+from millrace.flows.commands.runs import state_of
+from millrace.flows.commands.terminal import RootOption, guarded
 from millrace.flows.driver.stored_run import evaluations, figures_of, run_record, settings_of
-from millrace.flows.tools.listing import Listing
 
 COLUMNS = {
     "reward": "reward/mean",
@@ -30,60 +35,21 @@ COLUMNS = {
 FLOOR = "train/logprob_gap_floor"
 
 
-def runs_listing(root: str) -> Listing:
-    """The runs under a storage root: their progress and last start."""
-    rows: list[Sequence[Any]] = []
-    store = Store(root)
-    for name in store.folders():
-        try:
-            record = store.child(name).read_sealed("run.json")
-        except MissingFileError:
-            continue
-        folder = RunFolder(root, name)
-        done, metrics = 0, {}
-        for item in folder.committed():
-            done, metrics = item.iteration + 1, item.metrics
-        row = (
-            name,
-            done,
-            settings_of(record)["run"]["iterations"],
-            " ".join(str(number) for number in folder.complete_checkpoints()) or "none",
-            metrics.get("reward/mean"),
-            record["attempts"][-1]["started"][:19].replace("T", " ") if record["attempts"] else None,
-            state_of(store.child(name), record),
-        )
-        rows.append(row)
-    return Listing(("run", "iterations", "of", "checkpoints", "reward", "last_started", "state"), rows)
-
-
-def state_of(store: Store, record: Mapping[str, Any]) -> str:
-    """A run's current state, or how its newest start ended, as text. Does not wait.
-
-    store: of the run folder.
-    """
-    holder = holder_of(store)
-    attempt = record["attempts"][-1] if record["attempts"] else None
-    if holder and holder[1] is not False:
-        since = f", for {_ago(attempt['started'])}" if attempt else ""
-        return f"running ({holder[0]}{since})" if holder[1] else f"driven by {holder[0]}, if that lives"
-    if record.get("completed"):
-        return "complete"
-    if attempt is None:
-        return "not started"
-    if ended := attempt.get("ended"):
-        if "error" in ended:
-            return f"failed {_ago(ended['at'])} ago"
-        return f"stopped by {ended['by']} {_ago(ended['at'])} ago"
-    return f"killed after its start {_ago(attempt['started'])} ago"
-
-
-def _ago(moment: str) -> str:
-    """The time since a moment, in its largest unit. moment: in ISO form."""
-    seconds = max(0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
-    for unit, length in (("days", 86_400), ("hours", 3_600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{int(seconds // length)} {unit}"
-    return f"{int(seconds)} s"
+def show(
+    run: str,
+    root: RootOption = "runs",
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Metrics to show instead of the usual ones, or patterns: 'time/*'. May be repeated."
+        ),
+    ] = None,
+    newest: NewestOption = NEWEST,
+    json: JsonOption = False,
+    csv: CsvOption = False,
+) -> None:
+    """Show a run: its folder and pages, and its iterations with the evaluations by set; 0 is before training."""
+    print_listing(guarded(lambda: run_listing(root, run, columns or ())), json, csv, newest)
 
 
 def run_listing(root: str, run: str, columns: Sequence[str] = ()) -> Listing:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow.parquet as pq
+import typer
 
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.ray import cluster
@@ -26,21 +27,98 @@ from millrace.core.contracts.task_records import EvaluatedSet
 from millrace.core.errors import ConfigError, StorageError
 from millrace.core.evaluation import difference
 from millrace.core.hooks.loading import search_in
+from millrace.flows.commands.listing import CsvOption, JsonOption, Listing, print_listing
+from millrace.flows.commands.named_by_run import named_by_run
+from millrace.flows.commands.replay import (
+    configuration_of,
+    export_folder,
+    export_ranks,
+    own_configuration,
+    ranks_alone,
+)
+from millrace.flows.commands.terminal import (
+    Overrides,
+    RootOption,
+    guarded,
+    lines_before_prefect,
+    named_first,
+    print_lines,
+)
 from millrace.flows.driver.named_model import at_commit
 from millrace.flows.driver.stored_run import run_record
 from millrace.flows.driver.weights_type import of_new_run
-from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check_references import pass_blocks_on
-from millrace.flows.tools.listing import Listing
-from millrace.flows.tools.named_by_run import named_by_run
-from millrace.flows.tools.replay import configuration_of, export_folder, export_ranks, ranks_alone
-from millrace.tasks.context import IterationContext
-from millrace.tasks.evaluate import UNSCORED, evaluate_version
-from millrace.tasks.runtime.gpu_memory import StoredWeights
-from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.runtime.trainer import bring_up
 
+if TYPE_CHECKING:
+    from millrace.tasks.runtime.runtime import Runtime
+
 CONFIG_JSON = "config.json"
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run under --root, or a folder with a Hugging Face model.")],
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file with the held-out sets, for a folder. For a run it replaces the run's own configuration."
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="Only this held-out set; may be repeated.")
+    ] = None,
+    at: Annotated[
+        int | None, typer.Option("--at", help="After this many iterations of the run; the newest by default.")
+    ] = None,
+    against: Annotated[
+        int | None,
+        typer.Option(
+            help="Answer them with the weights after this many iterations too, and print the difference, paired by prompt."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the rows, a Parquet file a set.")] = None,
+    root: RootOption = "runs",
+    json: JsonOption = False,
+    csv: CsvOption = False,
+) -> None:
+    """Answer held-out sets with stored weights; print reward, interval, pass@k and the majority."""
+
+    def run() -> list[Evaluated]:
+        if Path(model).name == model and RunFolder(root, model).store.exists("run.json"):
+            if overrides and config is None:
+                raise ConfigError(
+                    "a run is evaluated as it was configured",
+                    where=f"eval {model}",
+                    remedy="leave out overrides, give --config FILE with your configuration, or name an export's folder",
+                )
+            own = own_configuration(config, overrides or [])
+            asked = [at] if against is None else [against, at]
+            return [
+                evaluate_run(
+                    root, model, done, sets or [], out, own, named_first(model if not number else "")
+                )
+                for number, done in enumerate(asked)
+            ]
+        if against is not None:
+            raise ConfigError(
+                "a folder has one state of the weights",
+                where="--against",
+                remedy="leave it out, or name a run",
+            )
+        if config is None and (Path(model) / "config.json").exists():
+            raise ConfigError(
+                "no held-out sets are given",
+                where=f"eval {model}",
+                remedy="give --config FILE with evaluation.sets",
+            )
+        return [evaluate_folder(Path(model), config or Path("run.yaml"), overrides or [], sets or [], out)]
+
+    with lines_before_prefect():
+        found = guarded(run)
+    if not (json or csv):
+        print_lines([f"{model}, {found[-1].done} iterations trained"])
+    print_listing(figures_of(found), json, csv)
 
 
 @dataclass(frozen=True)
@@ -132,15 +210,6 @@ def evaluate_folder(
         return _evaluate(config, str(model.absolute()), 0, 0, sets, Path(name), out)
 
 
-def own_configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig | None:
-    """The configuration of a caller's file; None without one."""
-    if file is None:
-        return None
-    config = load_config(str(file), overrides)
-    search_in(config.run.import_from)
-    return config.with_dtype(of_new_run(config))
-
-
 def _of_record(record: dict[str, object]) -> RunConfig:
     return RunConfig.model_validate(record["config"])
 
@@ -170,6 +239,11 @@ def _evaluate(
     folder: Path,
     out: Path | None,
 ) -> Evaluated:
+    # these import torch
+    from millrace.flows.preflight.check import check
+    from millrace.tasks.runtime.gpu_memory import StoredWeights
+    from millrace.tasks.runtime.runtime import Runtime
+
     config = _alone(config, model, sets, folder)
     pass_blocks_on(config)
     problems = check(config, prepared=True)
@@ -190,6 +264,8 @@ def _evaluate(
 
 def _rewards(stored: Path) -> dict[str, list[float]]:
     """The rewards of a stored set by prompt; a sample with failed scoring counts 0, with failed generation not at all."""
+    from millrace.tasks.evaluate import UNSCORED
+
     found: dict[str, list[float]] = {}
     for row in pq.read_table(stored, columns=["prompt_id", "reward", "scoring"]).to_pylist():
         if row["reward"] is not None or row["scoring"] in UNSCORED:
@@ -198,6 +274,9 @@ def _rewards(stored: Path) -> dict[str, list[float]]:
 
 
 async def _answered(runtime: Runtime, done: int, version: int) -> dict[str, EvaluatedSet]:
+    from millrace.tasks.context import IterationContext
+    from millrace.tasks.evaluate import evaluate_version
+
     try:
         context = IterationContext(runtime, done)
         return (await evaluate_version(context, done, version))["sets"]

@@ -10,15 +10,17 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import yaml
 
 from millrace.core.config.reading.files import read_files
 from millrace.core.errors import ConfigError
+from millrace.flows.commands.deploy import FILES, comment_of
+from millrace.flows.commands.terminal import guarded, print_lines
 from millrace.flows.pretrained import problems, sums
 from millrace.flows.quickstart import arithmetic, write_rows
-from millrace.flows.tools.deploy import FILES, comment_of
 
 ROWS = 20  # rows of each data file
 NOT_TO_START_FROM = ("quickstart_warm_up",)  # part of the quickstart
@@ -37,7 +39,15 @@ def score(sample: RewardInput) -> float:
 '''
 
 
-def new(folder: Path, recipe: str) -> list[str]:
+def new(
+    folder: Annotated[Path, typer.Argument(help="Folder to make, or a folder without such files.")],
+    recipe: Annotated[str, typer.Option(help="Recipe that run.yaml is made from.")] = "grpo",
+) -> None:
+    """Make a folder to start from: run.yaml, rewards.py and rows of data."""
+    print_lines(guarded(lambda: start_folder(folder, recipe)))
+
+
+def start_folder(folder: Path, recipe: str) -> list[str]:
     """Write run.yaml, rewards.py, train.jsonl and held_out.jsonl into the folder; returns the next steps.
 
     Raises ConfigError for an unknown recipe, and if one of the files exists already.

@@ -10,6 +10,9 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from millrace.connectors.storage.files import move_file
 from millrace.connectors.storage.iteration_files import way_out
@@ -17,11 +20,33 @@ from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import StorageError, of_run
+from millrace.flows.commands.stop import end_actors
+from millrace.flows.commands.terminal import RootOption, console, guarded
 from millrace.flows.driver.stored_run import run_record
-from millrace.flows.tools.stop import end_actors
 
 SET_ASIDE = "discarded"
 REASON = "reason.json"
+
+
+def discard(
+    run: str,
+    iteration: Annotated[
+        int | None, typer.Option(help="Number of the iteration to discard, as messages show it.")
+    ] = None,
+    first: Annotated[
+        int | None, typer.Option("--from", help="Discard this iteration and every later one.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="The reason; stored with the moved files.")] = "",
+    root: RootOption = "runs",
+) -> None:
+    """Discard an iteration that is not committed: its groups are drawn again, and its files are moved aside."""
+    number = iteration if first is None else first
+    if number is None or number < 1 or (iteration is None) == (first is None):
+        raise typer.BadParameter("give --iteration or --from, with a number from 1 on")
+    console.print(
+        guarded(lambda: discard_iterations(root, run, number - 1, later=first is not None, reason=reason)),
+        soft_wrap=True,
+    )
 
 
 def discard_iterations(root: str, run: str, index: int, *, later: bool = False, reason: str = "") -> str:
