@@ -169,7 +169,7 @@ def _engines(config: RunConfig, gpus: int) -> Iterator[Problem]:
 
 def _sglang(config: RunConfig, gpus: int) -> Iterator[Problem]:
     e = config.engines
-    if e.kind == SGLANG.name and not sglang_finds("sglang"):
+    if e.kinds == (SGLANG,) and not sglang_finds("sglang"):
         yield Problem(
             "engines.kind",
             "sglang",

@@ -29,18 +29,8 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
         raise ConfigError(
             f"engines.prefill = {e.prefill}: without a GPU engines are embedded ones, which do both; set it to 0"
         )
-    command = [
-        sys.executable,
-        "-m",
-        "millrace.connectors.engines.embedded",
-        "--model-path",
-        model,
-        "--host",
-        e.host,
-        "--port",
-        "0",
-    ]
-    command += ["--port-file", str(port_file), "--weight-version", "initial"]
+    command = [sys.executable, "-m", "millrace.connectors.engines.embedded", "--model-path", model]
+    command += ["--host", e.host, "--port", "0", "--port-file", str(port_file)]
+    command += ["--weight-version", "initial", "--dtype", config.dtype]
     command += ["--max-running-requests", str(e.max_running), "--max-total-tokens", str(e.max_total_tokens)]
-    command += ["--dtype", config.dtype]
     return command + (["--threads", str(e.threads)] if e.threads else [])

@@ -64,19 +64,8 @@ def sglang_command(
     ConfigError for an option that the installed version does not have.
     """
     e = config.engines
-    command = [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        model,
-        "--host",
-        e.host,
-        "--port",
-        str(port),
-        "--config",
-        str(keys),
-    ]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
+    command += ["--host", e.host, "--port", str(port), "--config", str(keys)]
     command += ["--tp-size", str(e.gpus), "--dtype", config.dtype, "--random-seed"]
     command += [str(config.run.seed + index), "--weight-version", "initial"]
     if config.placement.colocate and "mem_fraction_static" not in e.sglang:
