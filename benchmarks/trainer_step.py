@@ -22,6 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from millrace.core.contracts.step_request import StepRequest
+
 LR, CLIP, BETAS = 1e-4, 1.0, (0.9, 0.98)
 WARM_UP = 2
 
@@ -94,8 +96,9 @@ class Megatron:
 
     def step(self, number: int) -> dict[str, Any]:
         """Train on the batch of a step; its seconds, loss and gradient norm."""
+        request = StepRequest(number, str(self.folder / str(number) / "batch.parquet"))
         started = time.perf_counter()
-        metrics = self.rank.train(number, str(self.folder / str(number) / "batch.parquet"))
+        metrics = self.rank.train(request)
         seconds = time.perf_counter() - started
         return {"seconds": seconds, "phases": metrics["seconds"]} | {
             n: metrics[n] for n in ("loss", "grad_norm")

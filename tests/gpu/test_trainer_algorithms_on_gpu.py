@@ -96,7 +96,7 @@ def test_the_guard_holds_exactly_and_steps_are_those_of_plain_models(
             url = trainer_ranks.write_batch(tmp_path / str(first), rows)
             plain.begin(rows)
             for step in steps:
-                found = rank.train(StepRequest(step, url))
+                found: dict[str, Any] = dict(rank.train(StepRequest(step, url)))
                 expected = plain.learn(batches[step], step)
                 if step == first:
                     assert found["ratio_distance"] == 0.0
@@ -123,7 +123,8 @@ def test_steps_of_a_model_of_experts_are_those_of_a_plain_one(experts: Path, tmp
         for step in (1, 2):
             batch = plain_trainer.scored(trainer_ranks.samples(step), config)
             plain.begin(batch)
-            found = rank.train(step, trainer_ranks.write_batch(tmp_path / str(step), batch))
+            url = trainer_ranks.write_batch(tmp_path / str(step), batch)
+            found = rank.train(StepRequest(step, url))
             assert found["loss"] == pytest.approx(plain.learn(batch, step)["loss"], rel=0.1, abs=0.03)
             assert found["grad_norm"] > 0
     finally:

@@ -10,8 +10,8 @@ from typing import Any, Self
 class AskedHere:
     """One part, as an Asked."""
 
-    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        answer = getattr(self, method.__name__)(*args)
+    async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = getattr(self, method.__name__)(*args, **kwargs)
         return await answer if isawaitable(answer) else answer
 
 

@@ -127,7 +127,7 @@ def test_ranks_that_load_a_checkpoint_go_on_as_if_they_had_not_stopped(
 def test_a_recorded_step_is_made_again_under_its_settings(trainer: UnderContract, tmp_path: Path) -> None:
     ranks, (first, second, _) = trainer.ranks, trainer.batches
     ranks.call("save", str(tmp_path / "start"))
-    recorded = [ranks.step(1, first)[0], ranks.step(2, second)[0]]
+    recorded: list[Any] = [ranks.step(1, first)[0], ranks.step(2, second)[0]]
     ranks.call("load", str(tmp_path / "start"))
     again = [
         ranks.call("train", StepRequest(step["version"], url, recorded=step))[0]
