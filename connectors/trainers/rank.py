@@ -80,8 +80,8 @@ class Rank(BroadcastSource, Protocol):
         """Make the passes of chunk `number`, from 0, of the step to `version`; returns the number of chunks then held.
 
         url, sha256: of a file with the chunk's rows, in a batch's form. Changes no weights: `train` applies the step if its batch
-        has these rows. Does nothing if the chunk is held, or if an earlier one is missing. A rank that makes no passes ahead
-        returns 0. Raises TrainerError unless `version` - 1 is held.
+        has these rows. Does nothing if the chunk is held, or if an earlier one is missing. A rank that makes all passes in `train`
+        only counts. Raises TrainerError unless `version` - 1 is held.
         """
         ...
 
@@ -93,9 +93,10 @@ class Rank(BroadcastSource, Protocol):
         ...
 
     def save(self, url: str) -> None:
-        """Write a checkpoint into an empty or missing folder: files, then complete.json, sealed, with `version` and `files`.
+        """Write a checkpoint: files, then complete.json, sealed, with `version` and `files`.
 
-        Keeps a complete checkpoint of the same version. Raises StorageError if one of another version is there.
+        Keeps a complete checkpoint of the same version, and replaces an incomplete one. Raises StorageError if a complete one of
+        another version is there.
         """
         ...
 
