@@ -207,6 +207,7 @@ IMPORTS = {
     "connectors/ray/task_processes.py": "modules that a driver names to its own Ray tasks",
     "core/hooks/slime/hub.py": "millrace: its own rewards",
     "core/hooks/slime/names.py": "millrace: its own names for slime's",
+    "flows/commands/__init__.py": "millrace: its own commands",
 }
 
 
