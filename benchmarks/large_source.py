@@ -82,8 +82,8 @@ def measure(path: str, above: int) -> None:
     """Open a source and draw from it twice; prints the figures as JSON."""
     from millrace.connectors.huggingface.tiny import build_tokenizer
     from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+    from millrace.core.accounts.curriculum import source_and_level
     from millrace.core.accounts.ledger import Ledger
-    from millrace.core.accounts.source_parts import source_and_level
     from millrace.core.config import RunConfig
     from millrace.tasks.data.prompt_dataset import PromptDataset
 

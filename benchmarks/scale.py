@@ -35,7 +35,7 @@ from millrace.connectors.storage import files as storage_files
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.accounts.ledger import Ledger
-from millrace.tasks.reporting.curves import Curves
+from millrace.tasks.reporting.pictures import Curves
 
 GROWTH = 2.0  # of a start and of `millrace show`, at most
 REPEATS = 3

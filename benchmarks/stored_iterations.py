@@ -12,7 +12,7 @@ from millrace.connectors.storage.run_folder import RECORD, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.accounts.ledger import Draw, Ledger
 from millrace.core.config import RunConfig
-from millrace.core.config.reading.stored import VERSION
+from millrace.core.config.reading.load import VERSION
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.rows.prompts import SourceFingerprint
@@ -23,7 +23,7 @@ from millrace.core.contracts.sample import (
     JudgedSample,
     ScoredSample,
 )
-from millrace.tasks.reporting.curves import Curves
+from millrace.tasks.reporting.pictures import Curves
 
 METRICS = 60  # figures of an iteration beside those that are named
 FIGURE = 1 / 7  # what they grow by

@@ -52,7 +52,7 @@ from millrace.core.hooks.loading import call_function, search_in
 from millrace.core.hooks.own_code import expect
 from millrace.core.plain_text import take_any_text
 from millrace.core.tracker import run_tags
-from millrace.core.waits.deadline import in_own_thread
+from millrace.core.waits import in_own_thread
 from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, interrupted_by, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, begin_subflows, run_iterations

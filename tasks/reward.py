@@ -33,7 +33,7 @@ from millrace.tasks.generation.failures import FailureBudget
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.scoring.scoring import Score, score, score_group, scored_as_one, scored_by_group
-from millrace.tasks.scoring.scoring_units import ScoringUnits
+from millrace.tasks.scoring.scoring_batches import ScoringUnits
 from millrace.tasks.scoring.teacher_scores import Taught, ask_teacher
 
 OUTCOME = ["sample_id", "scoring", "reason"]  # columns

@@ -27,7 +27,7 @@ from millrace.core.errors import (
     StorageError,
     first_error,
 )
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 

@@ -15,9 +15,9 @@ from prefect import task
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.accounts.buffer import HeldGroups, reach
 from millrace.core.accounts.buffer_choice import chosen
+from millrace.core.accounts.curriculum import source_and_level
 from millrace.core.accounts.ledger import Draw
 from millrace.core.accounts.selection import drawn
-from millrace.core.accounts.source_parts import source_and_level
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import group_id, prompt_id
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined

@@ -14,8 +14,7 @@ from typing import Literal, get_args
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
-from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import USUAL, Limit, beat, heartbeat, progressing
 from millrace.tasks.scoring.scored_group import ScoredGroup
 
 Kind = Literal["rollouts", "turns", "rewards", "evaluations"]

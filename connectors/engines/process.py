@@ -29,7 +29,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.plan import visible_gpus
 from millrace.core.contracts.handles import ServerState
 from millrace.core.errors import EngineError, EngineLostError
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat
 
 PR_SET_PDEATHSIG = 1
 PORT_TAKEN = "address already in use"  # in the end of the server's log

@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace.connectors.engines.client import GenerateRequest, Generation, ProgressCheck
 from millrace.core.errors import EngineLostError, EngineStalledError
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat
 
 POLLS = 4  # per progress_timeout_s, so a stall is noticed at most a quarter of it late
 # Starts at random, since engines and their caches outlive a driver: two processes must not use the same numbers.

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from millrace.connectors.host.local_files import PRIVATE_FILE, PRIVATE_UMASK, home, locked, write_whole
-from millrace.connectors.host.recorded_processes import is_alive, read_record, send_signal
+from millrace.connectors.host.process_identity import is_alive, read_record, send_signal
 from millrace.core.errors import MillraceError
 
 log = logging.getLogger(__name__)

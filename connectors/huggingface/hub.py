@@ -12,7 +12,7 @@ from pathlib import Path
 
 from millrace.core.config.model import Model
 from millrace.core.config.parts.redaction import shown_text
-from millrace.core.config.reading.own_paths import is_name
+from millrace.core.config.reading.files import is_name
 from millrace.core.errors import ConfigError
 
 log = logging.getLogger(__name__)

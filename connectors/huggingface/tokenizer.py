@@ -19,8 +19,7 @@ from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.prompts import Prompt
 from millrace.core.errors import ConfigError
 from millrace.core.families.chat_templates import TemplateLimitError, apply_template
-from millrace.core.families.ends import engine_ends
-from millrace.core.families.tokenizer_file import before_text
+from millrace.core.families.tokenizer_file import before_text, engine_ends
 from millrace.core.plain_text import whole
 
 

@@ -28,8 +28,7 @@ from millrace.core.contracts.references import variables
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
 from millrace.core.hooks.own_code import EXPECTED, expected
 from millrace.core.plain_text import take_any_text
-from millrace.core.waits.deadline import USUAL, Limit, progressing
-from millrace.core.waits.heartbeat import beat, pulse
+from millrace.core.waits import USUAL, Limit, beat, progressing, pulse
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0

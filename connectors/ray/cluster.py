@@ -31,7 +31,7 @@ from millrace.connectors.host.local_files import (
     locked,
     write_whole,
 )
-from millrace.connectors.host.recorded_processes import (
+from millrace.connectors.host.process_identity import (
     find_process,
     is_alive,
     read_record,

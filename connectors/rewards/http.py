@@ -11,7 +11,7 @@ from typing import Any
 
 from millrace.connectors.http.posting import UnreadableError, post
 from millrace.core.hooks.protocols import RewardInput
-from millrace.core.hooks.slime.reward_key import under_reward
+from millrace.core.hooks.slime.reward import under_reward
 
 
 async def http(

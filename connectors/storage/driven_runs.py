@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from millrace.connectors.host.local_files import home, write_whole
-from millrace.connectors.host.process_identity import ProcessIdentity
-from millrace.connectors.host.recorded_processes import read_record
+from millrace.connectors.host.process_identity import ProcessIdentity, read_record
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import LeaseHeldError, MissingFileError, StorageError, of_run
 

@@ -16,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from millrace.connectors.storage.files import FileEntry, in_threads, recorded
-from millrace.connectors.storage.manifests.manifest import Manifest
-from millrace.connectors.storage.manifests.outcomes import JOINED
+from millrace.connectors.storage.manifests.manifest import JOINED, Manifest
 from millrace.connectors.storage.manifests.summaries import SUMMARY, has_summary
 from millrace.connectors.storage.parts import PART_FOLDERS, list_notes, read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, LOGPROBS, MAKE_AGAIN, MANIFEST, RunFolder

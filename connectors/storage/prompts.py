@@ -20,7 +20,7 @@ from millrace.core.contracts.rows.prompts import (
     require_labels,
 )
 from millrace.core.errors import DataError, MissingFileError
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat
 
 
 def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:

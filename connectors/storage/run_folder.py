@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from millrace.connectors.storage.files import FileEntry, in_threads
-from millrace.connectors.storage.manifests.manifest import Manifest
-from millrace.connectors.storage.manifests.outcomes import outcomes
+from millrace.connectors.storage.manifests.manifest import Manifest, outcomes
 from millrace.connectors.storage.manifests.summaries import EVERY, Committed, Summaries
 from millrace.connectors.storage.store import Store
 from millrace.core.accounts.history import IterationHistory

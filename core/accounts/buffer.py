@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from millrace.core.accounts.curriculum import source_and_level
 from millrace.core.accounts.history import IterationHistory
-from millrace.core.accounts.source_parts import source_and_level
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.hooks.protocols import BufferedGroup
 

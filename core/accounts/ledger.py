@@ -26,9 +26,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.core.accounts.curriculum import CurriculumProgress, Standing
+from millrace.core.accounts.curriculum import (
+    CurriculumProgress,
+    SourcePlan,
+    Standing,
+    part_name,
+    source_and_level,
+)
 from millrace.core.accounts.history import IterationHistory, Key
-from millrace.core.accounts.source_parts import SourcePlan, part_name, source_and_level
 from millrace.core.accounts.staleness import Ahead
 from millrace.core.config.data import CurriculumStage, Pools
 from millrace.core.contracts.ids import derived_seed, iteration_number

@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from millrace.core.config.data.prompt_rows import PromptRows
-from millrace.core.config.parts.paths import READS
-from millrace.core.config.parts.section import NAME, Section
+from millrace.core.config.parts.section import NAME, READS, Section
 from millrace.core.config.rollout import Sampling
 
 

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from millrace.core.config.parts.paths import READS, Reads
 from millrace.core.config.parts.restart import fixed
-from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.section import READS, Reads, Section
 
 BEGAN = "the run's weights started as this model's"
 TOKENS = "it decides which prompts fit data.max_prompt_tokens, and epochs are drawn from those"

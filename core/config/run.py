@@ -6,9 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
-from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.section import READS, Section
 from millrace.core.config.parts.user_function import UserFunction
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"

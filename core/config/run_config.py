@@ -27,7 +27,7 @@ from millrace.core.config.storage import Storage
 from millrace.core.config.sync import AutoSync, Sync
 from millrace.core.config.tracking import Tracking
 from millrace.core.config.trainer import Trainer
-from millrace.core.waits.deadline import POLLS, Limit
+from millrace.core.waits import POLLS, Limit
 
 
 class RunConfig(Section):

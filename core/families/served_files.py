@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from millrace.core.families.ends import name_ends
 from millrace.core.families.tensors import INDEX
+from millrace.core.families.tokenizer_file import name_ends
 from millrace.core.plain_text import json_text
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from millrace.core.config import RunConfig, UserFunction
-from millrace.core.config.parts.by_name import UnknownNameError, named_by_row
+from millrace.core.config.parts.user_function import UnknownNameError, named_by_row
 from millrace.core.config.reward import RewardFunction, RewardSection
 
 KEY = "reward"  # key of a row's metadata

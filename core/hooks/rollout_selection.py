@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from millrace.core.config.parts.by_name import UnknownNameError, named_by_row
-from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.config.parts.user_function import UnknownNameError, UserFunction, named_by_row
 from millrace.core.config.rollout import SessionSection
 
 KEY = "rollout"  # key of a row's metadata

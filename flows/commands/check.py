@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Resolve a configuration, check everything it names, and print the plan."""
     from millrace.core.config.plan import make_plan
+    from millrace.flows.preflight.check import unchecked
     from millrace.flows.preflight.plan_table import plan_text
-    from millrace.flows.preflight.unchecked import unchecked
 
     found = checked_or_exit(config, overrides)
     width = console.width if console.is_terminal else None

@@ -15,11 +15,12 @@ from rich.progress import track
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads, recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, check_newest
-from millrace.connectors.storage.manifests.outcomes import JOINED
+from millrace.connectors.storage.manifests.manifest import JOINED
 from millrace.connectors.storage.parts import check_note, list_notes
 from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.connectors.storage.store import Store
 from millrace.core.accounts.buffer import HeldGroups
+from millrace.core.accounts.curriculum import SourcePlan, plan_of
 from millrace.core.accounts.ledger import Ledger
 from millrace.core.accounts.lineage import (
     Drawn,
@@ -32,7 +33,6 @@ from millrace.core.accounts.lineage import (
     Trained,
     inconsistencies,
 )
-from millrace.core.accounts.source_parts import SourcePlan, plan_of
 from millrace.core.accounts.token_counts import COLUMNS, account_of
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source

@@ -23,8 +23,7 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import together
 from millrace.core.sharding import in_shards
-from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import USUAL, Limit, beat, heartbeat, progressing
 
 AheadOf = Callable[[int], int]
 

@@ -23,7 +23,7 @@ from millrace.connectors.storage.run_folder import first_undrawn_iteration
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.redaction import shown_text
-from millrace.core.config.reading.stored import VERSION, readable
+from millrace.core.config.reading.load import VERSION, readable
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.rows.prompts import SourceFingerprint, source_changes
 from millrace.core.errors import (

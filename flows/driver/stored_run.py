@@ -12,7 +12,7 @@ from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.accounts.staleness import Ahead
-from millrace.core.config.reading.stored import readable
+from millrace.core.config.reading.load import readable
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.evaluation import evaluation_metrics, held_out_metrics

@@ -7,14 +7,16 @@ separate process.
 
 from __future__ import annotations
 
+import importlib.util
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from millrace.connectors.engines.sglang.server_args import PYTHON_PATH, server_args
 from millrace.connectors.storage.sources.locate import is_absent
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
@@ -25,7 +27,7 @@ from millrace.core.errors import StorageError
 from millrace.core.hooks.loading import search_in
 from millrace.flows.preflight.check_data import check_rows, sources
 from millrace.flows.preflight.check_ends import check_stops
-from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough
+from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough, hidden_modules
 from millrace.flows.preflight.check_machine import (
     check_disk,
     check_host_memory,
@@ -235,3 +237,26 @@ def _writing(field: str, root: str) -> Touch:
         return []
 
     return write
+
+
+def unchecked(config: RunConfig, whole: bool = True) -> Iterator[str]:
+    """A sentence for each section of options whose library is not found here, and for each function found in two places.
+
+    whole: whether the model's weights are on this host.
+    """
+    yield from hidden_modules(config)
+    if not whole:
+        yield f"Not checked: the weights of {config.model.path}, which train downloads into Hugging Face's cache."
+    e = config.engines
+    if e.sglang and not server_args()[1]:
+        yield (
+            f"Not checked: {_listed('engines.sglang', e.sglang)}. No SGLang is found on this host; check again where engines "
+            f"run, or where {PYTHON_PATH} names its folder."
+        )
+    options = e.router.options if e.router else {}
+    if options and importlib.util.find_spec("sglang_router") is None:
+        yield f"Not checked: {_listed('engines.router.options', options)}. No sglang-router is found on this host."
+
+
+def _listed(section: str, options: dict[str, object]) -> str:
+    return ", ".join(f"{section}.{name}" for name in options)

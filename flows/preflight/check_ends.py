@@ -11,7 +11,7 @@ from millrace.connectors.huggingface.answer_ends import REMEDY, AnswerEnds, unse
 from millrace.connectors.huggingface.suffix import turn_end
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
-from millrace.core.families.ends import engine_ends
+from millrace.core.families.tokenizer_file import engine_ends
 from millrace.flows.preflight.check_model import ReadModel, special_tokens
 
 

@@ -15,7 +15,7 @@ from millrace.core.config.data import Source
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.restart import Change
 from millrace.core.config.reading.findings import by_name
-from millrace.core.config.reading.stored import readable
+from millrace.core.config.reading.load import readable
 from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
 from millrace.flows.driver.fingerprints import of_model
 from millrace.flows.driver.rollouts_source import source_problems

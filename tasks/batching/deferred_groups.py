@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
-from millrace.connectors.storage.manifests.outcomes import JOINED
+from millrace.connectors.storage.manifests.manifest import JOINED
 from millrace.connectors.storage.run_folder import CUT, DEFERRED
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts import schema

@@ -14,7 +14,7 @@ import pyarrow as pa
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.prompts import about_rows, fingerprint, read_source
 from millrace.connectors.storage.store import Store
-from millrace.core.accounts.source_parts import SourcePlan, plan_of
+from millrace.core.accounts.curriculum import SourcePlan, plan_of
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Data, Source
 from millrace.core.config.data.prompt_rows import PromptRows

@@ -13,8 +13,7 @@ from typing import Any
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.parts import write_part
 from millrace.core.contracts import schema
-from millrace.core.waits.deadline import heartbeat, progressing
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat, heartbeat, progressing
 from millrace.tasks.context import IterationContext
 
 WAIT_S = 0.1  # rows wait this long for others before they are written

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from millrace.tasks.reporting.curves import Curves
+from millrace.tasks.reporting.pictures import Curves
 from millrace.tasks.reporting.time_bars import Interval, sparkline, time_bars, time_shares
 
 HELD_OUT = re.compile(r"eval/.+/(reward_mean|loss|pass_at_\d+)$")

@@ -16,7 +16,7 @@ from millrace.connectors.storage.driven_runs import forget_driven, note_driven
 from millrace.connectors.storage.files import Fence
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, LeaseHeldError
-from millrace.core.waits.deadline import heartbeat, in_own_thread, locked, progressing
+from millrace.core.waits import heartbeat, in_own_thread, locked, progressing
 from millrace.tasks.runtime.orphans import driven_run, end_orphans, orphans
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import LASTING, TrainerStalledError
 from millrace.core.gpu_owner import GpuOwner, Holder, HolderEvent
-from millrace.core.waits.deadline import locked
+from millrace.core.waits import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.engines import Engines
 from millrace.tasks.runtime.ranks import Ranks

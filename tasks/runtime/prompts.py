@@ -13,9 +13,9 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.user_code.mcp_tools import tool_schemas
+from millrace.core.accounts.curriculum import part_name
 from millrace.core.accounts.history import Key
 from millrace.core.accounts.ledger import Ledger
-from millrace.core.accounts.source_parts import part_name
 from millrace.core.accounts.staleness import Ahead
 from millrace.core.config import RunConfig
 from millrace.core.config.evaluation import EvalSet

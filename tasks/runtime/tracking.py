@@ -21,7 +21,7 @@ from millrace.core.config.tracking import TrackerName
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import TrackerError
 from millrace.core.tracker import Tracker
-from millrace.tasks.reporting.curves import Curves
+from millrace.tasks.reporting.pictures import Curves
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from millrace.core.contracts.step_request import StepRequest
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import ActorLostError, CorruptFileError, MissingFileError, TrainerError
 from millrace.core.replay import check_replayed, is_exact
-from millrace.core.waits.deadline import locked
+from millrace.core.waits import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.network_check import check_network
 from millrace.tasks.runtime.ranks import Ranks

@@ -13,7 +13,7 @@ from millrace.connectors.user_code.pool import Outcome
 from millrace.core.contracts.sample import Figures, Scorable, Scoring, Texts, Unscored, split_parts
 from millrace.core.hooks.reward_selection import Selected, UnknownRewardError
 from millrace.core.rewards.scoring import Scored
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat
 from millrace.tasks.runtime.runtime import Runtime
 
 

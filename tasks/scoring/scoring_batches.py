@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 
 from millrace.connectors.user_code.pool import Outcome, WorkerPool
-from millrace.core.contracts.sample import Scorable
+from millrace.core.contracts.ids import rollout_of
+from millrace.core.contracts.sample import Scorable, Unscored
 from millrace.core.hooks.reward_selection import Selected
 from millrace.core.rewards.scoring import score_side_by_side
 
@@ -92,3 +93,30 @@ def _end(batch: Sequence[_Waiting], task: asyncio.Task[None], _: asyncio.Future[
     """End a batch that nobody waits for."""
     if all(future.cancelled() for _, future in batch):
         task.cancel()
+
+
+class ScoringUnits:
+    """Collects rows. A rollout's branches arrive together."""
+
+    def __init__(self, rollouts: int, by_group: Callable[[Unscored], bool]) -> None:
+        """rollouts: of a prompt. by_group: whether a row is scored together with the others of its prompt."""
+        self._rollouts = rollouts
+        self._by_group = by_group
+        self._waiting: dict[str, list[Unscored]] = {}
+
+    def add(self, rows: Sequence[Unscored], done: Collection[str]) -> list[list[Unscored]]:
+        """Units that can be scored after these rows, in order. done: samples that have a score."""
+        ready: list[list[Unscored]] = []
+        for row in rows:
+            if not self._by_group(row):
+                ready.append([row])
+                continue
+            group = self._waiting.setdefault(row["group_id"], [])
+            group.append(row)
+            branches = row["samples"] or 1
+            rollout = rollout_of(row["sample_id"])
+            whole = sum(rollout_of(other["sample_id"]) == rollout for other in group) == branches
+            if whole and len({rollout_of(other["sample_id"]) for other in group}) == self._rollouts:
+                ready.append(sorted(self._waiting.pop(row["group_id"]), key=lambda row: row["sample_id"]))
+        units = ([row for row in unit if row["sample_id"] not in done] for unit in ready)
+        return [unit for unit in units if unit]

@@ -34,7 +34,7 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.contracts.topics import Topic
 from millrace.core.errors import ActorLostError, MillraceError
 from millrace.core.sharding import Share
-from millrace.core.waits.deadline import Limit
+from millrace.core.waits import Limit
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.stream import Kind

@@ -27,7 +27,7 @@ from millrace.tasks.evaluate import stored_samples, write_set
 from millrace.tasks.generation.held_out import KIND
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.supervised.response import response_of
+from millrace.tasks.supervised.sample_supervised import response_of
 
 PART = 256  # rows that the ranks get at a time
 

@@ -8,18 +8,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prefect import task
 
+from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.sample import BatchSample, DrawnGroup, JudgedSample
 from millrace.core.contracts.task_records import FileRecord, SampleSupervisedRecord
+from millrace.core.errors import DataError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.sample_prompts import add_curriculum, draw_groups
-from millrace.tasks.supervised.response import response_of
+
+
+@dataclass(frozen=True)
+class Response:
+    """The tokens after a row's prompt. `mask` is 1 for tokens with a loss."""
+
+    tokens: list[int]
+    mask: list[int]
+    text: str
+    turns: int
+
+
+def response_of(read: UsablePrompt, source: str, tokenizer: PromptTokenizer, chat: bool) -> Response:
+    """The response of a usable row of a source. chat: whether the chat template writes its prompts. Raises DataError if it has
+    none.
+    """
+    if read.dialogue is not None:
+        dialogue = read.dialogue
+        return Response(dialogue.tokens, dialogue.mask, dialogue.text, dialogue.turns)
+    answer = read.row.label
+    if not isinstance(answer, str) or not answer:
+        raise DataError(
+            "the label is not text; supervised training needs an answer in every row",
+            where=f"source {source}, row {read.row.row}",
+            remedy="set the source's label_key to the column that holds it, or loss_on=assistant for whole dialogues",
+        )
+    tokens = tokenizer.encode_response(answer, chat)
+    return Response(tokens, [1] * len(tokens), answer, 1)
 
 
 @task(name="sample_supervised")

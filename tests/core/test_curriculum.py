@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.accounts.curriculum import Mastery
+from millrace.core.accounts.curriculum import Mastery, SourcePlan, source_and_level
 from millrace.core.accounts.history import GroupOutcome, IterationHistory
 from millrace.core.accounts.ledger import Draw, Ledger
-from millrace.core.accounts.source_parts import SourcePlan, source_and_level
 from millrace.core.accounts.staleness import Ahead
 from millrace.core.config.data import CurriculumStage, Levels, Pools
 from millrace.core.contracts.sample import Verdict

@@ -104,7 +104,7 @@ def test_an_error_of_millraces_that_a_users_function_raises_is_the_users_and_sho
 
 
 def test_errors_of_millraces_own_functions_pass(tmp_path: Path) -> None:
-    function = UserFunction(function="millrace.connectors.host.recorded_processes:read_record")
+    function = UserFunction(function="millrace.connectors.host.process_identity:read_record")
     with pytest.raises(MillraceError) as caught:
         loading.call_function(function, "run.prepare", tmp_path)
     assert type(caught.value) is MillraceError

@@ -14,8 +14,8 @@ from millrace.connectors.huggingface.template import TokenizerFolder
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config.model import Model
-from millrace.core.families.ends import engine_ends
 from millrace.core.families.served_files import Served, write_side_files
+from millrace.core.families.tokenizer_file import engine_ends
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "17+48="}]
 OWN = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<eos>{% endfor %}<assistant>é"

@@ -11,7 +11,7 @@ from millrace.connectors.storage.lease import Lease, LeaseHeldError
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.config.reading.stored import VERSION
+from millrace.core.config.reading.load import VERSION
 from millrace.core.errors import StorageError
 from millrace.flows.commands.discard import discard_iterations
 from millrace.flows.driver.stored_run import run_record

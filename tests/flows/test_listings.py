@@ -22,7 +22,7 @@ from millrace.flows.commands.listing import Listing
 from millrace.flows.commands.show import _pipeline
 from millrace.flows.commands.sql import ALL, QueryError, answer, connect
 from millrace.flows.driver.stored_run import evaluations
-from millrace.tasks.reporting.curves import Curves
+from millrace.tasks.reporting.pictures import Curves
 from tests.support.doc_commands import blocks
 from tests.support.stored_run import MESSAGES, SYSTEM, write_run
 

@@ -15,8 +15,7 @@ import pytest
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.config.reading.load import load_config
-from millrace.core.config.reading.stored import VERSION
+from millrace.core.config.reading.load import VERSION, load_config
 from millrace.core.errors import ConfigError
 from millrace.flows.driver.named_model import at_commit, model_here
 from millrace.flows.preflight.check import check

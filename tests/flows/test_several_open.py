@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.connectors.storage.iteration_files import record_path
-from millrace.connectors.storage.manifests.outcomes import JOINED
+from millrace.connectors.storage.manifests.manifest import JOINED
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, RunFolder, open_iterations
 from millrace.core.errors import CorruptFileError

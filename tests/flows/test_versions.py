@@ -19,7 +19,7 @@ from packaging.version import Version
 from millrace.connectors.engines.sglang import server_args
 from millrace.core.config import RunConfig
 from millrace.flows.preflight import check_versions as versions
-from millrace.flows.preflight.tested_versions import EXACT, SHOWN, TESTED
+from millrace.flows.preflight.check_versions import EXACT, SHOWN, TESTED
 from tests.installed import hashes
 from tests.installed.passed import passed
 from tests.support.wrong_configs import GOOD

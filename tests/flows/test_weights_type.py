@@ -17,8 +17,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.engines import SglangEngines
 from millrace.core.config.plan import make_plan
-from millrace.core.config.reading.load import load_config
-from millrace.core.config.reading.stored import VERSION
+from millrace.core.config.reading.load import VERSION, load_config
 from millrace.core.errors import ConfigError
 from millrace.flows.commands import app
 from millrace.flows.driver.same_run import refused_in_branch, refused_in_run

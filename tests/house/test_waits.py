@@ -143,7 +143,7 @@ ROWS = {
         "ended.wait": "for the seconds until a line is due again",
         "thread.join": "it was told to end a line above, and does nothing else but log",
     },
-    "core/waits/deadline.py": {
+    "core/waits.py": {
         "await result": "the thread may hang: callers pass it to `progressing`",
         "lock.acquire": "made here, awaited by `progressing` two lines below",
     },

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from millrace.flows.preflight.tested_versions import TESTED
+from millrace.flows.preflight.check_versions import TESTED
 from tests.installed.environment import NEWEST, OLDEST, Environment, build, needed
 from tests.installed.passed import keep
 from tests.installed.use import use

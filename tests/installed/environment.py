@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.flows.preflight.tested_versions import TESTED
+from millrace.flows.preflight.check_versions import TESTED
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("core", "connectors", "tasks", "flows", "deployments")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.core.errors import TrainerError
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat
 
 
 class Counter:

@@ -158,8 +158,7 @@ def write_runs(folder: Path) -> None:
     """The run `trained`: three of four iterations with a checkpoint after the second; and `headless`, which lost its run.json."""
     from millrace.connectors.storage.prompts import fingerprint, read_source
     from millrace.connectors.storage.run_folder import RunFolder
-    from millrace.core.config.reading.load import load_config
-    from millrace.core.config.reading.stored import VERSION
+    from millrace.core.config.reading.load import VERSION, load_config
     from millrace.flows.driver.fingerprints import fingerprints
 
     config = load_config(str(folder / "run.yaml"), ["run.name=trained"])

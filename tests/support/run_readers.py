@@ -26,7 +26,7 @@ from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
-from millrace.core.waits.deadline import USUAL
+from millrace.core.waits import USUAL
 from millrace.flows.commands.branch import branch_run
 from millrace.flows.commands.ledger import accounts_of_run
 from millrace.flows.commands.replay import export_folder

@@ -11,7 +11,7 @@ from millrace.connectors.storage.parts import write_part
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.config.reading.stored import VERSION
+from millrace.core.config.reading.load import VERSION
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import (
     BatchSample,

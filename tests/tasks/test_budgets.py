@@ -101,7 +101,7 @@ ONE_CAUSE = {  # what has one cause each time, and where the message is that nam
     "rollout.session.timeout_s": "connectors/user_code/session_pool.py",
     "rollout.session.rollout_timeout_s": "connectors/user_code/session_pool.py",
     "reward.timeout_s": "tasks/runtime/scoring.py",
-    "run.progress_timeout_s": "core/waits/deadline.py",
+    "run.progress_timeout_s": "core/waits.py",
     "engines.start_timeout_s": "connectors/engines/process.py",
     "placement.wait_s": "connectors/ray/placement.py",
     "sync.max_logprob_gap": "connectors/trainers/megatron/refusals.py",

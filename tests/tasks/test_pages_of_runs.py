@@ -16,8 +16,7 @@ from markdown_it import MarkdownIt
 
 from millrace.core.contracts.sample import BatchSample, GeneratedSample, ScoredSample
 from millrace.core.metric_names import name_part
-from millrace.tasks.reporting.curves import Curves
-from millrace.tasks.reporting.pictures import curves_png, drawn
+from millrace.tasks.reporting.pictures import Curves, curves_png, drawn
 from millrace.tasks.reporting.sample_groups import (
     LONGEST,
     _Group,

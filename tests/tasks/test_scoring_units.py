@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.core.contracts.sample import Unscored
-from millrace.tasks.scoring.scoring_units import ScoringUnits
+from millrace.tasks.scoring.scoring_batches import ScoringUnits
 
 
 def row(sample: str, group: str = "g", samples: int | None = None) -> Unscored:

@@ -12,8 +12,7 @@ from prefect.states import Failed
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ActorStalledError, BudgetError, StalledError
-from millrace.core.waits.deadline import Limit
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import Limit, beat
 from millrace.flows.driver.iteration_slots import Progress, Stage
 from millrace.flows.driver.run_record import record_verdict
 from millrace.tasks.context import IterationContext

@@ -22,7 +22,7 @@ from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
 from millrace.core.contracts.step_request import StepRequest
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
-from millrace.core.waits.deadline import Limit
+from millrace.core.waits import Limit
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.recovery import Recovery
 from millrace.tasks.runtime.trainer import TrainerRanks

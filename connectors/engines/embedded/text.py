@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.connectors.engines.embedded.sampling import RequestError, SamplingParams
-from millrace.core.families.ends import engine_ends
-from millrace.core.families.tokenizer_file import before_text_of, load_tokenizer_file
+from millrace.core.families.tokenizer_file import before_text_of, engine_ends, load_tokenizer_file
 from millrace.core.plain_text import whole
 
 

@@ -26,7 +26,7 @@ from millrace.connectors.trainers.megatron.model.wider import computing_wider
 from millrace.connectors.trainers.megatron.packing import Pack
 from millrace.connectors.trainers.megatron.process.distributed import model_context
 from millrace.core.config import RunConfig
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat
 
 Metrics = dict[str, tuple[Tensor, Tensor]]  # weighted sum and weight, by name
 MetricSums = dict[str, tuple[float, float]]  # the same as numbers, summed over packs

@@ -36,7 +36,7 @@ from millrace.connectors.trainers.megatron.trainable_model import (
 )
 from millrace.core.algorithms.ages import measured
 from millrace.core.algorithms.credit import ScoredSamples, stored_or_shaped, token_credit
-from millrace.core.algorithms.kl_controller import KLController
+from millrace.core.algorithms.kl import KLController
 from millrace.core.algorithms.objective import Objective, check_on_policy, derived
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options import rules as megatron_options

@@ -8,9 +8,8 @@ from pydantic import Field
 
 from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET
 from millrace.core.config.parts.menu import Menu
-from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.restart import in_a_branch
-from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.section import READS, Section
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.trainer import Schedule
 

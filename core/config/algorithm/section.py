@@ -15,9 +15,8 @@ from millrace.core.config.algorithm.teacher import TeacherServer
 from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET, given_values
 from millrace.core.config.parts.menu import menu_of, spelled_out
 from millrace.core.config.parts.merge import merged
-from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.restart import ANY_START, in_a_branch
-from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.section import READS, Section
 from millrace.core.config.parts.user_function import UserFunction
 
 GROUP_BASELINES = (

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from millrace.core.config.data.curriculum import CurriculumStage
-from millrace.core.config.data.source import Source
+from millrace.core.config.data.prompt_rows import Source
 from millrace.core.config.parts.restart import ANY_START, fixed
 from millrace.core.config.parts.section import Section
 

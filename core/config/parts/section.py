@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
@@ -35,3 +36,16 @@ def models(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in models(part)]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Annotation of a field whose value, or each item of it, is a path that a run reads.
+
+    or_name: the value may be the name of a model on Hugging Face instead.
+    """
+
+    or_name: bool = False
+
+
+READS = Reads()

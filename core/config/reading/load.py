@@ -7,7 +7,7 @@ to every part of it that makes sense.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,10 @@ from pydantic import ValidationError
 from millrace.core.config import all_rules as rules
 from millrace.core.config import secret_rules as secrets
 from millrace.core.config.parts.problems import Problem, render_problems
-from millrace.core.config.reading.files import Values, parse_values, read_files
+from millrace.core.config.reading.files import Values, from_folder, parse_values, read_files
 from millrace.core.config.reading.findings import as_problem, by_name, place_of
-from millrace.core.config.reading.odd_values import odd_values
-from millrace.core.config.reading.overrides import apply
-from millrace.core.config.reading.own_paths import from_folder
-from millrace.core.config.reading.short_forms import without_short_forms
+from millrace.core.config.reading.overrides import apply, without_short_forms
+from millrace.core.config.reading.yaml_text import odd_values
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
 
@@ -117,3 +115,18 @@ def _leave_out(values: Any, place: Sequence[int | str], stand_in: bool) -> None:
         for key in (".".join(map(str, place)), str(last)):
             if stand_in and key in STAND_INS:
                 values[last] = STAND_INS[key]
+
+
+VERSION = 2
+
+
+def readable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A run.json whose configuration has today's fields. Raises ConfigError if a millrace of other fields wrote it."""
+    version = record.get("config_version")
+    if version != VERSION:
+        raise ConfigError(
+            f"config_version is {version}, and this millrace reads {VERSION}",
+            where=f"run.json of {record.get('name', '?')}",
+            remedy="install the millrace that wrote it",
+        )
+    return dict(record)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from millrace.core.hooks.slime.arguments import address_arguments, sampling_arguments
 from millrace.core.hooks.slime.names import provide
-from millrace.core.hooks.slime.reward_key import under_reward
+from millrace.core.hooks.slime.reward import under_reward
 from millrace.core.hooks.slime.sample import Arguments, Sample, SlimeStatus, tokenizer
 from millrace.core.sessions.completions import SAMPLED, BadRequestError, length
 from millrace.core.sessions.interface import SessionError, Turn

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from millrace.core.hooks.protocols import RewardInput
 from millrace.core.hooks.slime.arguments import OF_SCORING
-from millrace.core.hooks.slime.reward_key import under_reward
 from millrace.core.hooks.slime.sample import Arguments, Sample, SlimeStatus
+
+
+def under_reward(answer: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The mapping as `read_score` takes it: the value at `key` as `reward`, and its other numbers and texts.
+
+    Errors: KeyError without the key.
+    """
+    parts = {
+        name: value if isinstance(value, str) else float(value)
+        for name, value in answer.items()
+        if name not in (key, "reward") and isinstance(value, Real | str)
+    }
+    return {**parts, "reward": answer[key]}
+
 
 BATCHED = "compute_reward"
 

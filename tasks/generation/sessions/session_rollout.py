@@ -32,7 +32,7 @@ from millrace.core.sessions.pipe import (
     Request,
 )
 from millrace.core.sessions.tree import Branch, RolloutTree, Segment
-from millrace.core.waits.heartbeat import beat
+from millrace.core.waits import beat
 from millrace.tasks.generation.sessions.rollout_record import RolloutEvents, arguments_text
 from millrace.tasks.generation.single_samples import Answer, SampleGenerator
 

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from millrace.connectors.ray import actors, cluster
 from millrace.core.errors import ActorLostError, ActorStalledError, TrainerError
-from millrace.core.waits.deadline import Limit
+from millrace.core.waits import Limit
 from tests.support.held_parts import Counter, SlowToStart
 
 TIMEOUT_S = 60

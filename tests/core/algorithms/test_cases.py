@@ -15,7 +15,6 @@ from millrace.core.algorithms import (
     group_advantages,
     importance,
     kl,
-    kl_controller,
     losses,
     token_advantages,
 )
@@ -118,7 +117,7 @@ RUN = {
     "maxrl-1": lambda i: group_advantages.max_rl(t(i["rewards"]), torch.tensor(i["group_ids"])),
     "rpp-1": rpp,
     "agg-token": token_mean,
-    "adaptive-kl": lambda i: kl_controller.adaptive_kl(**i),
+    "adaptive-kl": lambda i: kl.adaptive_kl(**i),
 }
 
 

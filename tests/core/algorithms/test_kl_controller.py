@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.algorithms.kl_controller import KLController
+from millrace.core.algorithms.kl import KLController
 from millrace.core.config.algorithm import Algorithm
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.core.config.parts.paths import Reads
+from millrace.core.config.parts.section import Reads
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.config.reading.load import load_config
 from millrace.core.config.run_config import RunConfig

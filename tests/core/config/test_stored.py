@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.core.config.reading.stored import VERSION, readable
+from millrace.core.config.reading.load import VERSION, readable
 from millrace.core.errors import ConfigError
 
 

@@ -12,16 +12,19 @@ from pathlib import Path
 import pytest
 
 from millrace.core.errors import StalledError, may_pass
-from millrace.core.waits.deadline import (
+from millrace.core.waits import (
     POLLS,
     Limit,
     Watch,
+    beat,
+    beats,
+    bytes_moved,
     heartbeat,
     in_own_thread,
     locked,
     progressing,
+    pulse,
 )
-from millrace.core.waits.heartbeat import beat, beats, bytes_moved, pulse
 
 SHORT = Limit(0.2)
 PATIENCE_S = 20.0
@@ -173,7 +176,7 @@ async def test_a_call_in_its_own_thread_gives_its_result_or_error() -> None:
 def test_a_call_that_hangs_in_its_own_thread_does_not_keep_the_process() -> None:
     program = (
         "import asyncio, threading\n"
-        "from millrace.core.waits.deadline import *\n"
+        "from millrace.core.waits import *\n"
         "async def main():\n"
         "    await progressing(in_own_thread(threading.Event().wait), 'it', Limit(0.1), heartbeat)\n"
         "asyncio.run(main())\n"

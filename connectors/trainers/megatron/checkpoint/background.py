@@ -26,8 +26,7 @@ from millrace.connectors.trainers.megatron.process.memory_errors import check_ho
 from millrace.connectors.trainers.rank import SaveState
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import StalledError, StorageError
-from millrace.core.waits.deadline import Limit, Watch
-from millrace.core.waits.heartbeat import bytes_moved
+from millrace.core.waits import Limit, Watch, bytes_moved
 
 END_S = 10.0  # seconds for a killed process to disappear
 FILES = 4  # written at once per rank: while one is hashed, the disk writes another

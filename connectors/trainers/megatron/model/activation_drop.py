@@ -35,3 +35,18 @@ def drop(tensor: Tensor, recompute: Callable[[], Tensor], before: Tensor) -> Non
             dropped.copy_(values)
 
     before.register_hook(fill)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without first rounding the product to the factors' dtype."""
+    if not right.numel():
+        return  # an expert without tokens
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+
+
+def accumulate(layer_input: Tensor, grad_output: Tensor, total: Tensor) -> None:
+    """Add a linear layer's weight gradient to `total`. Has the signature of Apex's function."""
+    add_product(total, grad_output.t(), layer_input)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from millrace.connectors.trainers.megatron.model.activation_drop import add_product
 from millrace.connectors.trainers.megatron.model.fused import has_kernels
-from millrace.connectors.trainers.megatron.model.weight_gradients import add_product
 
 
 class TokenLogprobs(NamedTuple):
