@@ -23,22 +23,7 @@ from millrace.connectors.user_code.process import kill_with_descendants, process
 from millrace.connectors.user_code.session_worker import LINE, serve
 from millrace.core.config.rollout import SessionSection as Settings
 from millrace.core.errors import MillraceError
-from millrace.core.sessions.pipe import (
-    FROM_PROCESS,
-    CallStuck,
-    Cancel,
-    End,
-    Envelope,
-    FromProcess,
-    MakeCall,
-    Ping,
-    Pong,
-    Ready,
-    Reply,
-    Request,
-    Start,
-    ToProcess,
-)
+from millrace.core.sessions import pipe
 
 START_TIMEOUT_S = 120.0
 LOOK_S = 0.25  # seconds between checks of deadlines
@@ -46,7 +31,7 @@ FROM_ANYWHERE = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes that another pr
 GRACE_S = 5.0  # from cancelling a session to killing its process
 log = logging.getLogger(__name__)
 
-Handle = Callable[[Request], Awaitable[Reply]]
+Handle = Callable[[pipe.Request], Awaitable[pipe.Reply]]
 """Answers a request of a session."""
 
 
@@ -66,7 +51,7 @@ class _Running:
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[pipe.End] = asyncio.get_running_loop().create_future()
         self.open = 0  # requests that are being answered
         self.calling = False  # a tool call is in progress
         self.heard = time.monotonic()  # when its code last started to work
@@ -90,7 +75,7 @@ class SessionPool:
         self._starting = asyncio.Lock()
         atexit.register(self.close)
 
-    async def run(self, start: Start, handle: Handle, *, alone: bool = False) -> End:
+    async def run(self, start: pipe.Start, handle: Handle, *, alone: bool = False) -> pipe.End:
         """Run one session to its end. `alone`: in a separate process.
 
         Errors: SessionLostError; MillraceError if no process can be started. An error of `handle` ends the session and is raised.
@@ -163,7 +148,7 @@ class _SessionProcess:
         self._spawn(self._watch())
         await self._ready
 
-    async def run(self, start: Start, handle: Handle) -> End:
+    async def run(self, start: pipe.Start, handle: Handle) -> pipe.End:
         """Run a session in this process."""
         number = next(self._numbers)
         session = self.sessions[number] = _Running(handle)
@@ -187,7 +172,7 @@ class _SessionProcess:
             self.sessions.pop(number, None)
             await session.stop()
         if session.cancelled:
-            return End("failed", session.cancelled[1])
+            return pipe.End("failed", session.cancelled[1])
         return end
 
     def kill(self, why: str) -> None:
@@ -200,9 +185,9 @@ class _SessionProcess:
             process.kill()
         self.ended = True
 
-    def _send(self, body: ToProcess, session: int = 0, request: int = 0) -> None:
+    def _send(self, body: pipe.ToProcess, session: int = 0, request: int = 0) -> None:
         if not self._writer.is_closing():
-            self._writer.write(Envelope(body, session, request).line())
+            self._writer.write(pipe.Envelope(body, session, request).line())
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -213,27 +198,27 @@ class _SessionProcess:
         with contextlib.suppress(ConnectionError):
             try:
                 while line := await reader.readline():
-                    self._take(FROM_PROCESS.read(line))
+                    self._take(pipe.FROM_PROCESS.read(line))
             except ValueError as error:
                 self._blame_running(f"it sent the driver a line that is no message: {error}")
         await asyncio.to_thread(self._process.join, GRACE_S)
         await self._bury()
 
-    def _take(self, message: Envelope[FromProcess]) -> None:
+    def _take(self, message: pipe.Envelope[pipe.FromProcess]) -> None:
         session = self.sessions.get(message.session)
         match message.body:
-            case Ready():
+            case pipe.Ready():
                 if not self._ready.done():
                     self._ready.set_result(None)
-            case Pong():
+            case pipe.Pong():
                 late = 0.0 if self._pinged is None else time.monotonic() - self._pinged
                 self._pinged = None
                 # while the ping waited, one session's code held the process: the others lose no time for it
                 for waited in self.sessions.values():
                     waited.heard += late
-            case CallStuck():
+            case pipe.CallStuck():
                 self.kill("a call in it did not end")
-            case End() as end:
+            case pipe.End() as end:
                 if session and not session.end.done():
                     session.end.set_result(end)
             case request:
@@ -245,7 +230,7 @@ class _SessionProcess:
                     session.answering.add(task)
                     task.add_done_callback(session.answering.discard)
 
-    async def _answer(self, number: int, asked: int, request: Request, session: _Running) -> None:
+    async def _answer(self, number: int, asked: int, request: pipe.Request, session: _Running) -> None:
         try:
             reply = await session.handle(request)
         except Exception as error:  # noqa: BLE001 - the driver's error; `run` raises it
@@ -255,14 +240,14 @@ class _SessionProcess:
             return
         session.open -= 1
         session.heard = time.monotonic()
-        session.calling = isinstance(reply, MakeCall)
+        session.calling = isinstance(reply, pipe.MakeCall)
         self._send(reply, number, asked)
 
     def _cancel(self, number: int, why: str) -> None:
         session = self.sessions.get(number)
         if session and not session.cancelled:
             session.cancelled = time.monotonic(), why
-            self._send(Cancel(), number)
+            self._send(pipe.Cancel(), number)
 
     async def _watch(self) -> None:
         """Enforce the deadlines of sessions, and kill the process if it does not answer."""
@@ -279,7 +264,7 @@ class _SessionProcess:
             now = time.monotonic()
             if self._pinged is None:
                 self._pinged = now
-                self._send(Ping())
+                self._send(pipe.Ping())
             elif now - self._pinged > limit + LOOK_S:
                 self._blame_running(f"no answer within rollout.session.timeout_s = {limit:g} s")
                 return

@@ -25,25 +25,10 @@ from millrace.core.errors import described
 from millrace.core.hooks.loading import load, load_function, written_for_slime
 from millrace.core.hooks.rollout_selection import rollout_function
 from millrace.core.rewards.scoring import read_score
+from millrace.core.sessions import pipe
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError
 from millrace.core.sessions.live import LiveSession, ServedRollout, Shared
-from millrace.core.sessions.pipe import (
-    FROM_PROCESS,
-    TO_PROCESS,
-    CallStuck,
-    Cancel,
-    End,
-    Envelope,
-    FromProcess,
-    Ping,
-    Pong,
-    Ready,
-    Reply,
-    Request,
-    Start,
-    ToProcess,
-)
 from millrace.core.sessions.tools import unended
 from millrace.core.sessions.tree import BranchReward
 
@@ -106,7 +91,7 @@ class _Worker:
         self._given = settings.model_dump(mode="json")  # with references to secrets, not their values
         self._note = note
         self._tools = WorkerTools(settings.tools)
-        self._waiting: dict[tuple[int, int], asyncio.Future[Reply]] = {}
+        self._waiting: dict[tuple[int, int], asyncio.Future[pipe.Reply]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._asked = 0
@@ -118,10 +103,10 @@ class _Worker:
         loop.set_task_factory(self._task)
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE)
         await self._tools.connect()
-        self._send(Ready())
+        self._send(pipe.Ready())
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                self._take(TO_PROCESS.read(line))
+                self._take(pipe.TO_PROCESS.read(line))
         for task in self._tasks.values():
             task.cancel()
 
@@ -132,18 +117,18 @@ class _Worker:
             coro = Stepped(coro, session, self._note)
         return asyncio.Task(coro, loop=loop, **options)
 
-    def _take(self, message: Envelope[ToProcess]) -> None:
+    def _take(self, message: pipe.Envelope[pipe.ToProcess]) -> None:
         number = message.session
         match message.body:
-            case Start() as start:
+            case pipe.Start() as start:
                 context = contextvars.copy_context()
                 context.run(_session.set, number)
                 self._tasks[number] = asyncio.get_running_loop().create_task(
                     self._run(number, start), context=context
                 )
-            case Ping():
-                self._send(Pong())
-            case Cancel():
+            case pipe.Ping():
+                self._send(pipe.Pong())
+            case pipe.Cancel():
                 if task := self._tasks.get(number):
                     task.cancel()
             case reply:
@@ -151,7 +136,7 @@ class _Worker:
                 if waiting and not waiting.done():
                     waiting.set_result(reply)
 
-    async def _run(self, number: int, start: Start) -> None:
+    async def _run(self, number: int, start: pipe.Start) -> None:
         served = ServedRollout(start.sampling)
         shared = Shared(
             task=start.task,
@@ -162,10 +147,10 @@ class _Worker:
             serve=lambda session: self._serve(session, served),
             timeout_s=self.settings.timeout_s,
             sampling=start.sampling,
-            over=lambda: self._send(CallStuck()) if unended else None,
+            over=lambda: self._send(pipe.CallStuck()) if unended else None,
         )
         session = LiveSession(shared)
-        end = End("completed")
+        end = pipe.End("completed")
         try:
             returned = await self._made(session, start, served)
             if returned is not None:
@@ -173,21 +158,21 @@ class _Worker:
                 answer = {} if result.answer is None else {"answer": result.answer}
                 session.reward(result.reward, **{**result.parts, **answer})
         except LimitReachedError as error:
-            end = End("truncated", str(error))
+            end = pipe.End("truncated", str(error))
         except asyncio.CancelledError:
-            end = End("failed", "CancelledError")
+            end = pipe.End("failed", "CancelledError")
         except BaseException as error:  # noqa: BLE001 - user code raises anything, and that ends its rollout
-            end = End("failed", self._said(error))
+            end = pipe.End("failed", self._said(error))
             # a limit reaches user code as its client's error, which is no failure of the rollout
             if served.limit and isinstance(error, Exception):
-                end = End("truncated", served.limit)
+                end = pipe.End("truncated", served.limit)
         del self._tasks[number]
         if self._server:
             self._server.close(served)
         try:
             rewards = {branch: _reward(given) for branch, given in shared.all_rewards().items()}
         except (TypeError, ValueError) as error:
-            rewards, end = {}, End("failed", self._said(error))
+            rewards, end = {}, pipe.End("failed", self._said(error))
         end = replace(end, rewards=rewards, left_out=shared.left_out, cut=sorted(shared.cut))
         self._send(end, number)
 
@@ -202,7 +187,7 @@ class _Worker:
             self._server = SessionServer(self._tools.schemas)
         return self._server.serve(session, served)
 
-    async def _made(self, session: LiveSession, start: Start, served: ServedRollout) -> Any:
+    async def _made(self, session: LiveSession, start: pipe.Start, served: ServedRollout) -> Any:
         settings = self.settings
         field, chosen = rollout_function(settings, session.task.metadata)
         if chosen and written_for_slime(chosen.function):
@@ -221,19 +206,19 @@ class _Worker:
             return await act_in(session, make)
         return await use_tools(session)
 
-    async def _ask(self, number: int, request: Request) -> Reply:
+    async def _ask(self, number: int, request: pipe.Request) -> pipe.Reply:
         self._asked += 1
         asked = self._asked
         # the driver ends a process that sends a field of a wrong type; here it is an error of this session alone
-        FROM_PROCESS.read(Envelope(request, number, asked).line())
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        pipe.FROM_PROCESS.read(pipe.Envelope(request, number, asked).line())
+        future: asyncio.Future[pipe.Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number, asked] = future
         self._send(request, number, asked)
         return await future
 
-    def _send(self, body: FromProcess, session: int = 0, request: int = 0) -> None:
+    def _send(self, body: pipe.FromProcess, session: int = 0, request: int = 0) -> None:
         assert self._writer is not None, "serve comes first"
-        self._writer.write(Envelope(body, session, request).line())
+        self._writer.write(pipe.Envelope(body, session, request).line())
 
 
 def _reward(given: Mapping[str, Any]) -> BranchReward:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.core.contracts.rows.messages import message_of
+from millrace.core.sessions import pipe
 from millrace.core.sessions.history import Again, Begin, History, HistoryMessage, TurnKey, compared
 from millrace.core.sessions.interface import (
     Content,
@@ -25,20 +26,8 @@ from millrace.core.sessions.interface import (
     TooLongError,
     Turn,
 )
-from millrace.core.sessions.pipe import (
-    BranchStart,
-    Called,
-    CallTool,
-    Generate,
-    MakeCall,
-    ReachedLimit,
-    RecordedAnswer,
-    Refused,
-    Reply,
-    Request,
-)
 
-Ask = Callable[[Request], Awaitable[Reply]]
+Ask = Callable[[pipe.Request], Awaitable[pipe.Reply]]
 """Sends a request to the driver and returns its answer."""
 Make = Callable[[str, Mapping[str, Any]], Awaitable[str]]
 """Makes a call of a tool in this process."""
@@ -107,7 +96,7 @@ class _Asked:
     """A turn that is asked for."""
 
     place: TurnKey
-    request: Generate
+    request: pipe.Generate
 
 
 class LiveSession:
@@ -116,7 +105,7 @@ class LiveSession:
     def __init__(
         self,
         shared: Shared,
-        begin: BranchStart | None = None,
+        begin: pipe.BranchStart | None = None,
         turns: Sequence[Turn] = (),
         door: int | None = None,
     ) -> None:
@@ -233,7 +222,7 @@ class LiveSession:
         if after is None:
             begin = replace(self._standing(), parent_turns=0, prompt=pieces(messages, "user"))
         else:
-            begin = BranchStart(after.branch, after.index + 1)
+            begin = pipe.BranchStart(after.branch, after.index + 1)
         turns = [place.turn for place in after.path if place.turn] if after else []
         made = LiveSession(self._shared, replace(begin, name=self.name), turns, self.door)
         self._shared.history.begin(made.number, made.door, after=after)
@@ -249,7 +238,7 @@ class LiveSession:
         new, self._new = self._new, []
         place = self._shared.history.ask(self.number, said, _options(max_new_tokens, stop))
         self._shared.answers[place] = asyncio.get_running_loop().create_future()
-        return _Asked(place, Generate(new, max_new_tokens, list(stop), logprobs))
+        return _Asked(place, pipe.Generate(new, max_new_tokens, list(stop), logprobs))
 
     async def _made_turn(self, asked: _Asked) -> Turn:
         answer = self._shared.answers[asked.place]
@@ -289,10 +278,10 @@ class LiveSession:
         self, name: str, arguments: Mapping[str, Any], make: Callable[[], Awaitable[str]]
     ) -> Recorded:
         """The result of `make`, or its recorded result from before a restart. A ToolError and a timeout are recorded too."""
-        known = await self._ask(CallTool(name, dict(arguments)))
-        if isinstance(known, RecordedAnswer):
+        known = await self._ask(pipe.CallTool(name, dict(arguments)))
+        if isinstance(known, pipe.RecordedAnswer):
             return Recorded(known.text, known.failed, before=True)
-        assert isinstance(known, MakeCall), "a call is recorded or made"
+        assert isinstance(known, pipe.MakeCall), "a call is recorded or made"
         over = False
         try:
             async with asyncio.timeout(self._shared.timeout_s):
@@ -302,7 +291,7 @@ class LiveSession:
         except TimeoutError:
             answer, failed, over = f"{name} gave no answer within {self._shared.timeout_s:g} s", True, True
         # several calls may run at once
-        await self._ask(Called(known.event, answer, failed))
+        await self._ask(pipe.Called(known.event, answer, failed))
         if over:
             self._shared.over()
         return Recorded(answer, failed, before=False)
@@ -323,18 +312,18 @@ class LiveSession:
             history.begin(made.number, made.number, compared(own))
         return made
 
-    def _standing(self) -> BranchStart:
+    def _standing(self) -> pipe.BranchStart:
         """How a new branch starts from this one. If the driver does not know this branch yet, both start alike."""
         if self._begin is not None:
             return self._begin
-        return BranchStart(self.number, self._made, self.name)
+        return pipe.BranchStart(self.number, self._made, self.name)
 
-    async def _ask(self, request: Request) -> Reply:
+    async def _ask(self, request: pipe.Request) -> pipe.Reply:
         start, self._begin = self._begin, None
         reply = await self._shared.ask(replace(request, branch=self.number, start=start))
-        if isinstance(reply, Refused):
+        if isinstance(reply, pipe.Refused):
             raise SessionError(reply.reason)
-        if isinstance(reply, ReachedLimit):
+        if isinstance(reply, pipe.ReachedLimit):
             raise (TooLongError if reply.too_long else LimitReachedError)(reply.reason)
         return reply
 

@@ -19,18 +19,8 @@ from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.rows.prompts import ALWAYS_TOKENISED
 from millrace.core.contracts.turns import TurnKind, TurnRow
 from millrace.core.plain_text import json_text
+from millrace.core.sessions import pipe
 from millrace.core.sessions.interface import Message, Turn
-from millrace.core.sessions.pipe import (
-    CallTool,
-    Generate,
-    MakeCall,
-    Noted,
-    ReachedLimit,
-    RecordedAnswer,
-    Refused,
-    Reply,
-    Request,
-)
 from millrace.core.sessions.tree import Branch, RolloutTree, Segment
 from millrace.core.waits import beat
 from millrace.tasks.generation.sessions.rollout_record import RolloutEvents, arguments_text
@@ -127,29 +117,29 @@ class SessionRollout:
         self._dialogues, self._generator = dialogues, generator
         self._places, self._write = places, write
         # running calls, by branch and event
-        self._calls: dict[tuple[int, int], tuple[CallTool, float]] = {}
+        self._calls: dict[tuple[int, int], tuple[pipe.CallTool, float]] = {}
 
     async def open(self) -> None:
         """If stored rows are missing, note from which row on the others do not count."""
         if self.record.gap is not None:
             await self._keep(self._row(self.tree[0], self.record.gap, kind="resumed"))
 
-    async def handle(self, request: Request) -> Reply:
+    async def handle(self, request: pipe.Request) -> pipe.Reply:
         """Answer a request of the session."""
         try:
-            if isinstance(request, Generate) and (limit := self._too_long(request)):
-                return ReachedLimit(limit, too_long=True)
+            if isinstance(request, pipe.Generate) and (limit := self._too_long(request)):
+                return pipe.ReachedLimit(limit, too_long=True)
             branch = self._branch(request)
             match request:
-                case Generate():
+                case pipe.Generate():
                     return await self._generate(branch, request)
-                case CallTool():
+                case pipe.CallTool():
                     return await self._call(branch, request)
             return await self._called(branch, request.event, request.answer, request.failed)
         except ValueError as error:
-            return Refused(str(error))
+            return pipe.Refused(str(error))
 
-    def _too_long(self, request: Generate) -> str:
+    def _too_long(self, request: pipe.Generate) -> str:
         """The error for messages of more characters than the rollout's tokens can hold: tokenising them would take gigabytes."""
         pieces = [*request.new, *((request.start and request.start.prompt) or ())]
         count = sum(map(characters, pieces))
@@ -190,7 +180,7 @@ class SessionRollout:
                 self._places.release()
         return blamed_call or not blamed
 
-    def _branch(self, request: Request) -> Branch:
+    def _branch(self, request: pipe.Request) -> Branch:
         number, start = request.branch, request.start
         if number in self.tree:
             return self.tree[number]
@@ -204,9 +194,9 @@ class SessionRollout:
         self.said[number] = _Said(messages, plain=own is None or len(messages) == len(own))
         return branch
 
-    async def _generate(self, branch: Branch, request: Generate) -> Reply:
+    async def _generate(self, branch: Branch, request: pipe.Generate) -> pipe.Reply:
         if branch.turns >= self._settings.max_turns:
-            return ReachedLimit(f"rollout.session.max_turns = {self._settings.max_turns}")
+            return pipe.ReachedLimit(f"rollout.session.max_turns = {self._settings.max_turns}")
         before = branch.ids
         self._observe(branch, request.new)
         ids = branch.ids
@@ -215,7 +205,7 @@ class SessionRollout:
         room = min(end - len(ids), longest, request.max_new_tokens or longest)
         if room < 1:
             branch.forget(len(before))
-            return ReachedLimit(f"rollout.session.max_tokens = {self._settings.max_tokens}")
+            return pipe.ReachedLimit(f"rollout.session.max_tokens = {self._settings.max_tokens}")
         prompt = tokens_hash(ids)
         rows = self.record.turn(branch.number, branch.events, prompt)
         if rows is None:
@@ -223,7 +213,7 @@ class SessionRollout:
             answer = await self._ask(branch, ids, room, request.stop)
             if answer.generation is None:
                 self.failure = answer.reason
-                return Refused(answer.reason or "the run ended before the turn started")
+                return pipe.Refused(answer.reason or "the run ended before the turn started")
             row = self._segment(branch, prompt, ids[len(before) :], request.new, answer)
             await self._keep(row)
             rows = [row]
@@ -300,18 +290,18 @@ class SessionRollout:
             raise ValueError("a branch with its own prompt needs a message or token ids")
         return ids
 
-    async def _call(self, branch: Branch, request: CallTool) -> Reply:
+    async def _call(self, branch: Branch, request: pipe.CallTool) -> pipe.Reply:
         event = branch.events
         branch.events += 1
         found = self.record.answer(branch.number, event, request.tool, request.arguments)
         if found:
-            return RecordedAnswer(found.text, found.failed)
+            return pipe.RecordedAnswer(found.text, found.failed)
         await self._diverge(branch, event)
         await self._places.acquire()
         self._calls[branch.number, event] = (request, time.time())
-        return MakeCall(event)
+        return pipe.MakeCall(event)
 
-    async def _called(self, branch: Branch, event: int, answer: str, failed: bool) -> Noted:
+    async def _called(self, branch: Branch, event: int, answer: str, failed: bool) -> pipe.Noted:
         request, started = self._calls.pop((branch.number, event))
         self._places.release()
         row = self._row(
@@ -325,7 +315,7 @@ class SessionRollout:
             timings=[("started", started), ("call_s", time.time() - started)],
         )
         await self._keep(row)
-        return Noted()
+        return pipe.Noted()
 
     async def _diverge(self, branch: Branch, event: int) -> None:
         """If another event is recorded here, note that it no longer counts."""
