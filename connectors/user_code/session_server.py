@@ -30,7 +30,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class _Door:
+class _Endpoint:
     session: LiveSession
     rollout: ServedRollout
     context: contextvars.Context  # the rollout's, so that work done in it counts as the rollout's
@@ -42,7 +42,7 @@ class SessionServer:
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """tools: schemas of the configured tools."""
         self._tools = tools
-        self._doors: dict[str, _Door] = {}  # by key
+        self._endpoints: dict[str, _Endpoint] = {}  # by key
         self._address: str | None = None
         self._starting: asyncio.Task[None] | None = None
 
@@ -57,14 +57,14 @@ class SessionServer:
             )
             self._address = f"http://{HERE}:{listening.getsockname()[1]}/v1"
         key = secrets.token_urlsafe(32)
-        self._doors[key] = _Door(session, rollout, contextvars.copy_context())
+        self._endpoints[key] = _Endpoint(session, rollout, contextvars.copy_context())
         rollout.keys.append(key)
         return self._address, key
 
     def close(self, rollout: ServedRollout) -> None:
         """End a rollout: its keys are refused from now on, and answers in progress are cancelled."""
         for key in rollout.keys:
-            del self._doors[key]
+            del self._endpoints[key]
         for task in list(rollout.working):
             task.cancel()
 
@@ -93,7 +93,7 @@ class SessionServer:
             return 403, "Host: it names another machine"
         if "Origin" in http.headers:
             return 403, "Origin: web pages may not ask"
-        if _key(http) not in self._doors:
+        if _key(http) not in self._endpoints:
             return 401, "the header Authorization wants the api_key of a session, as a Bearer token"
         if http.body_exists and http.content_type != "application/json":
             return 415, "Content-Type: application/json is wanted"
@@ -104,22 +104,22 @@ class SessionServer:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         """SGLang's /generate, for functions written for SGLang."""
-        door = self._doors[_key(http)]
-        rollout = door.rollout
+        endpoint = self._endpoints[_key(http)]
+        rollout = endpoint.rollout
         if rollout.native is None:
             raise web.HTTPNotFound(reason="this rollout is asked by chat completions")
-        answer = _working(door, rollout.native(await _body(http)))
+        answer = _working(endpoint, rollout.native(await _body(http)))
         return web.json_response(await _given(rollout, answer))
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        door = self._doors[_key(http)]
-        rollout = door.rollout
+        endpoint = self._endpoints[_key(http)]
+        rollout = endpoint.rollout
         request = read_request(await _body(http), self._tools, rollout.sampling)
 
         def spawn(work: Coroutine[Any, Any, Turn]) -> asyncio.Task[Turn]:
-            return _working(door, work)
+            return _working(endpoint, work)
 
-        place, answer = door.session.turn_of(request.messages, request.max_tokens, request.stop, spawn)
+        place, answer = endpoint.session.turn_of(request.messages, request.max_tokens, request.stop, spawn)
         created = rollout.created.setdefault(place, int(time.time()))
         turn = await _given(rollout, answer)
         found = completion(place, turn, request.model, created)
@@ -164,11 +164,11 @@ async def _body(http: web.Request) -> dict[str, Any]:
     return body
 
 
-def _working(door: _Door, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]:
+def _working(endpoint: _Endpoint, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]:
     """Run the work in a separate task, which continues if the client disconnects and asks again."""
-    task = asyncio.get_running_loop().create_task(work, context=door.context.copy())
-    door.rollout.working.add(task)
-    task.add_done_callback(door.rollout.working.discard)
+    task = asyncio.get_running_loop().create_task(work, context=endpoint.context.copy())
+    endpoint.rollout.working.add(task)
+    task.add_done_callback(endpoint.rollout.working.discard)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 

@@ -90,7 +90,7 @@ class TurnKey:
 
     branch: int
     index: int  # number among the turns of its branch
-    door: int
+    endpoint: int
     before: TurnKey | None
     new: tuple[HistoryMessage, ...]
     options: str
@@ -135,34 +135,34 @@ class Begin:
 class _Line:
     """The state of a branch."""
 
-    door: int
+    endpoint: int
     tip: TurnKey | None  # its newest turn, or the turn that it started after
     opening: tuple[HistoryMessage, ...]  # messages before its first turn
     open: bool = True  # whether it can continue: no turn is running, none failed, and its function observed nothing itself
 
 
 class History:
-    """The turns of one rollout, and the doors to them.
+    """The turns of one rollout, and the endpoints to them.
 
-    A door is a branch that the rollout's function made, by its number. A client behind a door sees the turns that its branch
-    started with and the turns made through the door, no others: the same messages from two agents are two branches.
+    An endpoint is a branch that the rollout's function made, by its number. A client behind an endpoint sees the turns that its branch
+    started with and the turns made through the endpoint, no others: the same messages from two agents are two branches.
     """
 
     def __init__(self) -> None:
         self._first: list[TurnKey] = []
         self._lines: dict[int, _Line] = {}
-        self._before: dict[int, list[TurnKey]] = {}  # turns that a door's branch started with
+        self._before: dict[int, list[TurnKey]] = {}  # turns that an endpoint's branch started with
 
     def begin(
-        self, branch: int, door: int, opening: Sequence[HistoryMessage] = (), after: TurnKey | None = None
+        self, branch: int, endpoint: int, opening: Sequence[HistoryMessage] = (), after: TurnKey | None = None
     ) -> None:
         """Note a new branch: with a prompt, after a turn, or both."""
-        self._lines[branch] = _Line(door, after, tuple(opening))
-        if branch == door:
-            self._before[door] = after.path if after else []
+        self._lines[branch] = _Line(endpoint, after, tuple(opening))
+        if branch == endpoint:
+            self._before[endpoint] = after.path if after else []
 
     def fork(self, branch: int, parent: int) -> None:
-        """Note a new branch that is a door, after its parent's newest turn."""
+        """Note a new branch that is an endpoint, after its parent's newest turn."""
         line = self._lines[parent]
         tip = line.tip.before if line.tip and line.tip.turn is None else line.tip
         self.begin(branch, branch, line.opening, tip)
@@ -175,7 +175,7 @@ class History:
         """Note that a turn of a branch is asked for, after new messages."""
         line = self._lines[branch]
         index = line.tip.index + 1 if line.tip and line.tip.branch == branch else 0
-        place = TurnKey(branch, index, line.door, line.tip, (*line.opening, *new), options)
+        place = TurnKey(branch, index, line.endpoint, line.tip, (*line.opening, *new), options)
         (line.tip.after if line.tip else self._first).append(place)
         line.tip, line.opening, line.open = place, (), False
         return place
@@ -185,36 +185,38 @@ class History:
         place.turn = turn
         self._lines[place.branch].open = True
 
-    def decide(self, door: int, history: Sequence[HistoryMessage], options: str) -> Again | GoOn | Begin:
+    def decide(self, endpoint: int, history: Sequence[HistoryMessage], options: str) -> Again | GoOn | Begin:
         """Classify a request by its history and options."""
-        reached = list(self._reached(door, history))
+        reached = list(self._reached(endpoint, history))
         for known, before in reached:
-            for place in self._visible(door, before):
+            for place in self._visible(endpoint, before):
                 if place.new == tuple(history[known:]) and place.options == options:
                     return Again(place)
         farthest = max(known for known, _ in reached)
         ends = [before for known, before in reached if known == farthest]
         for number, line in self._lines.items():
-            if line.open and line.door == door and line.tip in ends and (line.tip or line.opening):
+            if line.open and line.endpoint == endpoint and line.tip in ends and (line.tip or line.opening):
                 known = farthest + len(line.opening)
                 if tuple(history[farthest:known]) == line.opening:
                     return GoOn(number, known)
         return Begin(ends[0], farthest)
 
-    def _reached(self, door: int, history: Sequence[HistoryMessage]) -> Iterator[tuple[int, TurnKey | None]]:
+    def _reached(
+        self, endpoint: int, history: Sequence[HistoryMessage]
+    ) -> Iterator[tuple[int, TurnKey | None]]:
         """The turns that the history contains, each with the number of messages up to it; the oldest of equal turns first."""
         waiting: list[tuple[int, TurnKey | None]] = [(0, None)]
         while waiting:
             known, before = waiting.pop()
             yield known, before
             found: list[tuple[int, TurnKey | None]] = []
-            for place in self._visible(door, before):
+            for place in self._visible(endpoint, before):
                 end = known + len(place.new)
                 same = end < len(history) and place.new == tuple(history[known:end])
                 if same and place.turn and history[end].repeats(said_by(place.turn)):
                     found.append((end + 1, place))
             waiting += found[::-1]
 
-    def _visible(self, door: int, before: TurnKey | None) -> list[TurnKey]:
+    def _visible(self, endpoint: int, before: TurnKey | None) -> list[TurnKey]:
         places = before.after if before else self._first
-        return [place for place in places if place.door == door or place in self._before[door]]
+        return [place for place in places if place.endpoint == endpoint or place in self._before[endpoint]]

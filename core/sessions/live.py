@@ -43,7 +43,7 @@ class Shared:
     seed: int
     ask: Ask
     make_call: Make
-    serve: Callable[[LiveSession], tuple[str, str]]  # opens a door over HTTP; returns its URL and key
+    serve: Callable[[LiveSession], tuple[str, str]]  # opens an endpoint over HTTP; returns its URL and key
     timeout_s: float  # limit of a call
     sampling: Mapping[str, Any]  # the run's sampling parameters, with the row's own
     over: Callable[[], None]  # called after a tool timed out; ends the process if the tool is still running
@@ -61,10 +61,14 @@ class Shared:
         self.rng = random.Random(self.seed)
 
     def all_rewards(self) -> dict[int, dict[str, Any]]:
-        """Rewards by branch. A client's branch has the reward of the branch whose door it uses."""
-        doors = {each.number: each.door for each in self.sessions if each.door != each.number}
+        """Rewards by branch. A client's branch has the reward of the branch whose endpoint it uses."""
+        endpoints = {each.number: each.endpoint for each in self.sessions if each.endpoint != each.number}
         return {
-            **{number: self.rewards[door] for number, door in doors.items() if door in self.rewards},
+            **{
+                number: self.rewards[endpoint]
+                for number, endpoint in endpoints.items()
+                if endpoint in self.rewards
+            },
             **self.rewards,
         }
 
@@ -107,11 +111,11 @@ class LiveSession:
         shared: Shared,
         begin: pipe.BranchStart | None = None,
         turns: Sequence[Turn] = (),
-        door: int | None = None,
+        endpoint: int | None = None,
     ) -> None:
-        """The second argument tells the driver how a branch starts. door: the branch whose client made it; None: the function."""
+        """The second argument tells the driver how a branch starts. endpoint: the branch whose client made it; None: the function."""
         self.number = len(shared.sessions)
-        self.door = self.number if door is None else door
+        self.endpoint = self.number if endpoint is None else endpoint
         self.name: str | None = begin.name if begin else None
         shared.sessions.append(self)
         self._shared = shared
@@ -122,7 +126,7 @@ class LiveSession:
         self._turns = list(turns)
         self._served: tuple[str, str] | None = None
         if begin is None:
-            shared.history.begin(self.number, self.door, compared(shared.messages))
+            shared.history.begin(self.number, self.endpoint, compared(shared.messages))
 
     @property
     def task(self) -> Task:
@@ -218,14 +222,14 @@ class LiveSession:
         return asked.place, answer
 
     def _begun(self, after: TurnKey | None, messages: Sequence[Message]) -> LiveSession:
-        """A new branch of this door's client, after a turn or with its own messages."""
+        """A new branch of this endpoint's client, after a turn or with its own messages."""
         if after is None:
             begin = replace(self._standing(), parent_turns=0, prompt=pieces(messages, "user"))
         else:
             begin = pipe.BranchStart(after.branch, after.index + 1)
         turns = [place.turn for place in after.path if place.turn] if after else []
-        made = LiveSession(self._shared, replace(begin, name=self.name), turns, self.door)
-        self._shared.history.begin(made.number, made.door, after=after)
+        made = LiveSession(self._shared, replace(begin, name=self.name), turns, self.endpoint)
+        self._shared.history.begin(made.number, made.endpoint, after=after)
         return made
 
     def _next(

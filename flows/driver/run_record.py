@@ -37,8 +37,8 @@ from millrace.core.errors import (
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.rollouts_source import begun_with
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
+from millrace.flows.driver.start_changes import branched_fields, check_same_model, start_changes
 from millrace.flows.driver.stored_run import ahead_of, check_no_run, spans_of
-from millrace.flows.driver.taken_up import branched_fields, check_same_model, taken_up
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.reporting import report
 from millrace.tasks.runtime.runtime import Runtime
@@ -107,7 +107,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     check_same_model(runtime.config.run.name, record.get("fingerprints"), prints, branched)
     undrawn = await asyncio.to_thread(first_undrawn_iteration, runtime.run_folder)
     installed = versions()
-    record["changes"] = taken_up(record, before, asked, prints, installed, since)
+    record["changes"] = start_changes(record, before, asked, prints, installed, since)
     record["fingerprints"] = prints
     record["config"], record["config_version"] = resolved, VERSION
     record["model_commit"] = commit

@@ -26,8 +26,8 @@ from millrace.flows.driver.same_run import (
     refused_in_run,
     stored_config,
 )
+from millrace.flows.driver.start_changes import branched_fields, check_same_model
 from millrace.flows.driver.stored_run import check_no_run
-from millrace.flows.driver.taken_up import branched_fields, check_same_model
 from millrace.flows.driver.weights_type import DType
 
 HASHED = 16 << 20  # size up to which a source is compared by its hash; larger ones by size

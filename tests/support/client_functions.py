@@ -143,7 +143,7 @@ async def in_parallel(session: Session) -> float:
 
 
 async def two_roles(session: Session) -> None:
-    """A solver and a critic that send the same messages through doors of their own."""
+    """A solver and a critic that send the same messages through endpoints of their own."""
     critic = session.branch("critic", prompt=session.messages)
     for each in (session, critic):
         await asked(client(each), list(session.messages))

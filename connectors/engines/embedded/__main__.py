@@ -51,7 +51,7 @@ async def serve(args: argparse.Namespace) -> None:
     import torch
     from aiohttp import web
 
-    from millrace.connectors.engines.embedded.door import KEY, Door
+    from millrace.connectors.engines.embedded.access import KEY, Access
     from millrace.connectors.engines.embedded.engine import Engine
     from millrace.connectors.engines.embedded.model import ModelError
     from millrace.connectors.engines.embedded.server import Server
@@ -80,9 +80,9 @@ async def serve(args: argparse.Namespace) -> None:
         "pid": os.getpid(),
     }
     engine.start()
-    door = Door(os.environ.pop(KEY, None), [args.host, *args.name])
+    access = Access(os.environ.pop(KEY, None), [args.host, *args.name])
     runner = web.AppRunner(
-        Server(engine, info, door).app(), access_log=None, handler_cancellation=True, shutdown_timeout=1
+        Server(engine, info, access).app(), access_log=None, handler_cancellation=True, shutdown_timeout=1
     )
     await runner.setup()
     site = web.TCPSite(runner, args.host, args.port)

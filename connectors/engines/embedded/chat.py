@@ -33,7 +33,7 @@ SAMPLING = {  # OpenAI's parameters, and the engine's names for them
     "seed": "sampling_seed",
     **{name: name for name in ("temperature", "top_p", "stop", "presence_penalty", "frequency_penalty")},
 }
-ONLY = TurnKey(branch=0, index=0, door=0, before=None, new=(), options="")
+ONLY = TurnKey(branch=0, index=0, endpoint=0, before=None, new=(), options="")
 READ = ("model", "messages", "n", "stream", "user", *SAMPLING)
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from millrace.connectors.engines.embedded.door import KEY
+from millrace.connectors.engines.embedded.access import KEY
 from millrace.connectors.engines.launch import EngineStart, Launch
 from millrace.core.config import RunConfig
 from millrace.core.config.engines import EmbeddedOptions

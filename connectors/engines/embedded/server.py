@@ -15,9 +15,9 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from millrace.connectors.engines.embedded.access import Access, middleware
 from millrace.connectors.engines.embedded.body import read_json
 from millrace.connectors.engines.embedded.chat import ChatRoute
-from millrace.connectors.engines.embedded.door import Door, middleware
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.model import ModelError
 from millrace.connectors.engines.embedded.sampling import DIGITS, LARGEST, RequestError, SamplingParams, whole
@@ -36,14 +36,14 @@ News = asyncio.Queue[tuple[int, int, bool]]
 class Server:
     """HTTP handlers for one engine."""
 
-    def __init__(self, engine: Engine, info: Mapping[str, Any], door: Door) -> None:
+    def __init__(self, engine: Engine, info: Mapping[str, Any], access: Access) -> None:
         self.engine = engine
-        self._door = door
+        self._access = access
         self.info = dict(info)
 
     def app(self) -> web.Application:
         """The application with all routes."""
-        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[middleware(self._door), _errors])
+        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[middleware(self._access), _errors])
         post, get = app.router.add_post, app.router.add_get
         for path, handler in (("/health", self.health), ("/health_generate", self.health_generate)):
             get(path, handler)

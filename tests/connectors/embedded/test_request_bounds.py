@@ -16,7 +16,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from millrace.connectors.engines.embedded import chat, engine, sampling, server, weight_group, weight_routes
-from millrace.connectors.engines.embedded.door import Door
+from millrace.connectors.engines.embedded.endpoint import Access
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.sampling import KINDS, SamplingParams
 from millrace.connectors.engines.embedded.server import Server
@@ -92,7 +92,7 @@ def engine_of_tests(tiny_model: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 async def client(engine_of_tests: Engine) -> AsyncIterator[Client]:
-    app = Server(engine_of_tests, {"model_path": str(engine_of_tests.folder)}, Door(None)).app()
+    app = Server(engine_of_tests, {"model_path": str(engine_of_tests.folder)}, Access(None)).app()
     async with TestClient(TestServer(app)) as found:
         yield found
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.flows.driver.fingerprints import SMALL, fingerprints
-from millrace.flows.driver.taken_up import branched_fields, check_same_model, taken_up
+from millrace.flows.driver.start_changes import branched_fields, check_same_model, start_changes
 from tests.support.flow_runs import configuration
 
 
@@ -134,11 +134,11 @@ def test_settings_code_and_versions_that_a_start_takes_up_are_recorded_with_thei
     reward = {"function": "rewards_of_mine:score", "workers": 1}
     before = config(model, reward=reward)
     record: dict[str, Any] = {"fingerprints": fingerprints(before), "versions": {"torch": "1"}}
-    assert taken_up(record, before, before, record["fingerprints"], {"torch": "1"}, 0) == []
+    assert start_changes(record, before, before, record["fingerprints"], {"torch": "1"}, 0) == []
     module.write_text("def score(sample):\n    return 0.0\n")
     now = config(model, reward={**reward, "timeout_s": 7.0})
     with caplog.at_level(logging.WARNING):
-        listed = taken_up(record, before, now, fingerprints(now), {"torch": "2"}, 4)
+        listed = start_changes(record, before, now, fingerprints(now), {"torch": "2"}, 4)
     (item,) = listed
     assert item["since"] == 4
     fields = [change["field"] for change in item["changes"]]
@@ -150,10 +150,10 @@ def test_settings_code_and_versions_that_a_start_takes_up_are_recorded_with_thei
     assert item["changes"][0]["now"] == 7.0
     assert "from iteration 5 on: reward.function = rewards_of_mine:score" in caplog.text
     again = {**record, "changes": listed, "fingerprints": fingerprints(now), "versions": {"torch": "2"}}
-    assert taken_up(again, now, now, fingerprints(now), {"torch": "2"}, 6) == listed
+    assert start_changes(again, now, now, fingerprints(now), {"torch": "2"}, 6) == listed
     sys.modules.pop("rewards_of_mine")
 
 
 def test_a_run_of_an_earlier_release_has_no_fingerprints_and_goes_on(model: Path) -> None:
     now = config(model)
-    assert taken_up({}, now, now, fingerprints(now), {"torch": "1"}, 1) == []
+    assert start_changes({}, now, now, fingerprints(now), {"torch": "1"}, 1) == []

@@ -10,14 +10,14 @@ import aiohttp
 import psutil
 import pytest
 
-from millrace.connectors.engines.embedded.door import Door
+from millrace.connectors.engines.embedded.access import Access
 from millrace.connectors.engines.embedded.server import Server
 from tests.support.local_handle import LocalHandle, LocalRouterHandle, fleet_config
 
 ROUTES = sorted(
     {
         (route.method, route.resource.canonical)
-        for route in Server(cast(Any, None), {"model_path": "model"}, Door("key")).app().router.routes()
+        for route in Server(cast(Any, None), {"model_path": "model"}, Access("key")).app().router.routes()
         if route.resource and route.method != "HEAD"
     }
 )

@@ -52,7 +52,7 @@ def check_same_model(
         )
 
 
-def taken_up(
+def start_changes(
     record: dict[str, Any],
     before: RunConfig,
     now: RunConfig,

@@ -17,7 +17,7 @@ OPEN = ("/health",)
 KEY = "MILLRACE_ENGINE_KEY"  # the variable with the key of the engine to start
 
 
-class Door:
+class Access:
     """Accepts a request, or returns the reason to refuse it.
 
     key: required in `Authorization: Bearer`; None requires none. names: host names by which the engine may be addressed, besides
@@ -58,12 +58,12 @@ class Door:
         return True
 
 
-def middleware(door: Door) -> Middleware:
+def middleware(access: Access) -> Middleware:
     """Check access before every handler, also for unknown paths."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        refusal = door.refusal(request)
+        refusal = access.refusal(request)
         if refusal is None:
             return await handler(request)
         status, reason = refusal
