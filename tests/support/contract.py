@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ PROMPT = [10, 20, 30, 40, 50]
 LONG = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
 SHORT = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 IDLE_S = 60.0
+NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,22 @@ class Contract:
         self.client: EngineClient = engine.connect(engine.url, "engine-0", engine.key)
 
     def request(self, rid: str = "r", ids: Sequence[int] = PROMPT, **fields: Any) -> GenerateRequest:
-        """A request; what names no field of it are sampling parameters."""
+        """A request; what names no field of it are sampling parameters.
+
+        Its id only starts with `rid`: SGLang ends any request that has a streamed request's id two seconds after that stream.
+        """
         own = {
             name: fields.pop(name) for name in list(fields) if name in GenerateRequest.__dataclass_fields__
         }
         params = {**SHORT, **fields}
         return GenerateRequest(
-            **{"input_ids": ids, "sampling_params": params, "rid": rid, "progress_timeout_s": 60.0, **own}
+            **{
+                "input_ids": ids,
+                "sampling_params": params,
+                "rid": f"{rid}~{next(NUMBERS):05}",
+                "progress_timeout_s": 60.0,
+                **own,
+            }
         )
 
     async def ask(self, rid: str = "r", ids: Sequence[int] = PROMPT, **fields: Any) -> Generation:

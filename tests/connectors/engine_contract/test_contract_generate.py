@@ -103,10 +103,9 @@ async def test_a_request_that_cannot_be_served_is_refused_and_hurts_no_other(
     assert (await on.ask("right")).finish == "length"
 
 
-async def test_a_grammar_is_kept_or_refused_by_its_name(on: Contract) -> None:
+async def test_a_grammar_is_refused_by_its_name_if_the_engine_has_none(on: Contract) -> None:
     if on.kind.has_grammar:
-        assert (await on.ask(regex="[0-9]+")).text.isdecimal()
-        return
+        pytest.skip("its backend keeps it")
     with pytest.raises(EngineError, match=r"engine-0.*sampling_params\.regex"):
         await on.ask(regex="[0-9]+")
 
@@ -129,8 +128,11 @@ async def test_an_engine_that_stays_paused_is_given_up_but_not_as_stalled(on: Co
 async def test_progress_is_seen_while_a_request_runs(on: Contract) -> None:
     (running,) = await on.begun("long")
     first, _ = await on.client.last_moved(0.0, 0.1)
-    await asyncio.sleep(0.2)
-    then, paused = await on.client.last_moved(0.0, 0.1)
+    then, paused = first, True
+    async with asyncio.timeout(30):
+        while then == first:
+            await asyncio.sleep(0.05)
+            then, paused = await on.client.last_moved(0.0, 0.1)
     assert then > first
     assert not paused
     await on.client.abort()
