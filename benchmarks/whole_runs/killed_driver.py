@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from millrace.connectors.engines.embedded.endpoint import KEY
+from millrace.connectors.engines.embedded.access import KEY
 from millrace.connectors.host.local_files import log_folder
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, RunFolder

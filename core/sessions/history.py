@@ -144,8 +144,8 @@ class _Line:
 class History:
     """The turns of one rollout, and the endpoints to them.
 
-    An endpoint is a branch that the rollout's function made, by its number. A client behind an endpoint sees the turns that its branch
-    started with and the turns made through the endpoint, no others: the same messages from two agents are two branches.
+    An endpoint is a branch that the rollout's function made, by its number. A client behind it sees the turns that its branch
+    started with and the turns made through it, no others: the same messages from two agents are two branches.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from millrace.connectors.engines.embedded import chat, engine, sampling, server, weight_group, weight_routes
-from millrace.connectors.engines.embedded.endpoint import Access
+from millrace.connectors.engines.embedded.access import Access
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.sampling import KINDS, SamplingParams
 from millrace.connectors.engines.embedded.server import Server
