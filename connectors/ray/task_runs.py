@@ -11,6 +11,8 @@ from collections.abc import Coroutine, Sequence
 from contextvars import Context
 from typing import Any, Self, TypeVar
 
+# before prefect_ray, whose lazy import would run ray.exceptions twice: Ray's errors would be of classes that nobody catches
+import ray  # noqa: F401
 from prefect import Task
 from prefect.client.schemas import State
 from prefect_ray import RayTaskRunner
