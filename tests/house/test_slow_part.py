@@ -30,7 +30,8 @@ def test_commits_start_with_different_tests() -> None:
 
 def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_late.py").write_text(
-        "import time\n\ndef test_a():\n    time.sleep(1.5)\n\ndef test_b():\n    time.sleep(1.5)\n"
+        "import os\nfrom tests.slow_part import UNTIL\n\n"
+        "def end_the_time():\n    os.environ[UNTIL] = '0'\n\ntest_a = test_b = lambda: end_the_time()\n"
     )
     (tmp_path / "test_wrong.py").write_text("def test_c():\n    assert False\n")
 
@@ -46,7 +47,7 @@ def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path
             "--rootdir",
             str(tmp_path),
         ]
-        options = ["-c", "/dev/null", "--part-of", "abc", "--part-seconds", "1", str(tmp_path / file)]
+        options = ["-c", "/dev/null", "--part-of", "abc", "--part-seconds", "600", str(tmp_path / file)]
         return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
 
     late, wrong = run("test_late.py"), run("test_wrong.py")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from millrace.connectors.engines.client import GenerateRequest
 from millrace.connectors.engines.embedded.sampling import SamplingParams
 from millrace.connectors.engines.embedded.text import Text
 from millrace.connectors.engines.sglang.client import SglangClient
@@ -40,7 +41,11 @@ async def test_a_prompt_that_gives_no_finite_logits_is_refused_where_its_answer_
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][50] = math.inf
     save_file(tensors, file, metadata={"format": "pt"})
-    params = {"max_new_tokens": 4, "sampling_seed": 1}
+
+    def request(rid: str, ids: list[int]) -> GenerateRequest:
+        params = {"max_new_tokens": 4, "sampling_seed": 1}
+        return GenerateRequest(input_ids=ids, sampling_params=params, rid=rid, progress_timeout_s=60)
+
     with embedded_engine(tmp_path / "model", log=tmp_path / "log") as (url, _):
         client = SglangClient(url, "engine-0")
         try:
@@ -48,8 +53,8 @@ async def test_a_prompt_that_gives_no_finite_logits_is_refused_where_its_answer_
                 with pytest.raises(
                     EngineError, match=r"request bad.*output token 0 is nan.*no finite logits"
                 ):
-                    await client.generate([10, 50], params, rid=f"bad{number}", progress_timeout_s=60)
-                good = await client.generate([10, 20], params, rid=f"good{number}", progress_timeout_s=60)
+                    await client.generate(request(f"bad{number}", [10, 50]))
+                good = await client.generate(request(f"good{number}", [10, 20]))
                 assert len(good.logprobs) == 4
         finally:
             await client.close()
