@@ -1,4 +1,4 @@
-"""Members of a parametrisation that run in the default suite; the rest are slow, and run in turns."""
+"""Members of a parametrisation that run in the default suite; the rest are slow."""
 
 from __future__ import annotations
 
