@@ -18,7 +18,7 @@ OWN = """
 import asyncio, sys
 from millrace.core.config.reading.load import load_config
 from millrace.flows.train import train
-from millrace.tasks import report
+from millrace.tasks.reporting import report
 report.PROGRESS_EVERY_S = 0.0  # of rollouts, which are short here
 asyncio.run(train(load_config("run.yaml", sys.argv[1:])))
 """
