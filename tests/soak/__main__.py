@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from tests.soak.harness import Outcome, Site, make_workplace
 from tests.soak.points import NEIGHBOURS, OWN_VICTIMS, VICTIMS, Point, at_random, matrix
@@ -44,12 +45,13 @@ def main() -> None:
     heed_ctrl_c()
     points = _points(args)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="millrace-soak-"))
-    shares = [points[number :: args.jobs] for number in range(args.jobs)]
-    shares = [share for share in shares if share]
-    sites = [_site(folder / f"site-{number}") for number in range(len(shares))]
+    left: SimpleQueue[Point] = SimpleQueue()
+    for point in points:
+        left.put(point)
+    sites = [_site(folder / f"site-{number}") for number in range(min(args.jobs, len(points)))]
     results = Results(args.out)
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(partial(_work, results=results), sites, shares))
+        list(pool.map(partial(work, left=left, results=results), sites))
     print(f"results: {args.out}")
     sys.exit(judge(results.outcomes))
 
@@ -97,10 +99,14 @@ def _site(folder: Path) -> Site:
     return Site(make_workplace(folder), shared=folder.parent)
 
 
-def _work(site: Site, points: list[Point], results: Results) -> None:
-    """Make the kills of one workplace, one after the other."""
+def work(site: Site, left: SimpleQueue[Point], results: Results) -> None:
+    """Make kills in one workplace, one after the other, as long as some are left: a slow one holds up no other workplace."""
     try:
-        for point in points:
+        while True:
+            try:
+                point = left.get_nowait()
+            except Empty:
+                return
             results.add(site.kill(point))
     finally:
         site.close()

@@ -8,17 +8,19 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import islice, product
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from tests.soak import draws, jobs, numbers, stores
-from tests.soak.__main__ import judge
+from tests.soak.__main__ import Results, judge, work
 from tests.soak.forms import FORMS
 from tests.soak.harness import Outcome, Site
 from tests.soak.neighbours import CLOCK
@@ -34,7 +36,7 @@ from tests.soak.points import (
     matrix,
 )
 from tests.soak.rollouts import SESSIONS
-from tests.support.flow_runs import Workplace
+from tests.support.flow_runs import Workplace, wait_until
 from tests.support.late_s3 import Odds
 from tests.support.reward_server import FAILING, fails
 
@@ -126,6 +128,47 @@ def test_a_point_that_a_machine_cannot_try_is_named_and_does_not_count(
     assert "1 of 2 points held" in said
     assert "skipped: namespace-in-reward-1-sync: no PID namespaces here" in said
     assert judge([Outcome(Point("driver", "reward", "in"))]) == 0
+
+
+class OnPaper(Site):
+    """A workplace whose kills are only noted; its first one ends once all others have been made."""
+
+    made: list[str]
+    all_others: threading.Event | None = None
+
+    def kill(self, point: Point) -> Outcome:
+        """Note it."""
+        if self.all_others is not None:
+            assert self.all_others.wait(60), "its other points were not made elsewhere"
+        self.made.append(str(point))
+        return Outcome(point)
+
+    def close(self) -> None:
+        """Nothing runs here."""
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_a_slow_workplace_holds_up_no_other_and_each_point_is_made_once(tmp_path: Path) -> None:
+    points = matrix()[:5]
+    left: SimpleQueue[Point] = SimpleQueue()
+    for point in points:
+        left.put(point)
+    slow, fast = [OnPaper(Workplace(_made(tmp_path / name))) for name in ("slow", "fast")]
+    slow.made, fast.made, slow.all_others = [], [], threading.Event()
+    results = Results(tmp_path / "out.json")
+    beside = threading.Thread(target=work, args=(slow, left, results))
+    beside.start()
+    wait_until(lambda: left.qsize() < len(points))
+    work(fast, left, results)
+    slow.all_others.set()
+    beside.join()
+    assert len(slow.made) == 1
+    assert sorted([*slow.made, *fast.made]) == sorted(map(str, points))
+    assert {each["name"] for each in json.loads((tmp_path / "out.json").read_text())} == {*map(str, points)}
 
 
 def test_the_draws_of_strikes_have_every_form_part_and_blow() -> None:
