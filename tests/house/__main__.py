@@ -11,10 +11,19 @@ from pathlib import Path
 from tests.house.actor_calls import string_calls
 from tests.house.imports import connector_imports, import_cycles
 from tests.house.names import equal_class_names, equal_test_names
+from tests.house.programs import lost_imports
 from tests.house.sizes import large_classes, large_folders, long_files, long_functions
 from tests.house.source import read_source
 
-RULES = (string_calls, import_cycles, connector_imports, long_functions, equal_test_names, equal_class_names)
+RULES = (
+    string_calls,
+    import_cycles,
+    connector_imports,
+    lost_imports,
+    long_functions,
+    equal_test_names,
+    equal_class_names,
+)
 ADVICE = (large_classes, large_folders, long_files)
 
 
