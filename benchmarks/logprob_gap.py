@@ -216,7 +216,7 @@ def case(
     model: Path, dtype: str, prompts: list[list[int]], sizes: Sizes, folder: Path, threads: int
 ) -> list[dict[str, Any]]:
     """One model: five steps, then every state of the engine."""
-    from millrace.core.contracts.step_request import StepRequest
+    from millrace.core.contracts.task_records import StepRequest
 
     trainer = Trainer(model, dtype, sizes, folder, threads)
     exports = [folder / "0"]

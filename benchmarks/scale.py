@@ -29,7 +29,7 @@ from unittest.mock import patch
 import psutil
 
 from benchmarks.stored_iterations import StubRun
-from millrace.connectors.engines.dispatching.least_load import LeastLoad
+from millrace.connectors.engines.dispatcher import LeastLoad
 from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.storage import files as storage_files
 from millrace.connectors.storage.iteration_files import commit_again

@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 
 LR, CLIP, BETAS = 1e-4, 1.0, (0.9, 0.98)
 WARM_UP = 2

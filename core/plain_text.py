@@ -1,8 +1,11 @@
 """Text that every table, log, tracker, server and terminal accepts.
 
-A Python string may hold half a character: a surrogate without its other half, as `json.loads('"\\\\ud83d"')` makes, or a byte
+A Python string may hold half a character: a surrogate without its other half, as `json.loads('"\\ud83d"')` makes, or a byte
 that is no UTF-8, as `surrogateescape` reads it. UTF-8 has no form for either, so most libraries raise. Here they become the six
 characters of their escape, which people can read. Owns that form; does not know who writes text.
+
+A terminal interprets control characters, which may move its cursor, name its window or fill its clipboard. On the console here
+each becomes its escape too. Colours are rich's own.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 # terminals interpret these characters; tab and newline are kept
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -77,3 +83,21 @@ class _PrintableLine(logging.LogRecord):
     @exc_text.setter
     def exc_text(self, text: str | None) -> None:
         self.__dict__["_exc_text"] = text and printable(text)
+
+
+class PlainConsole(Console):
+    """A console of rich that writes text unchanged, except for escaped control characters. Brackets in a text are no markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "highlight": False, "emoji": False, **options})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """rich's segments with printable text."""
+        for segment in super().render(renderable, options):
+            # rich's own terminal commands are control segments
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def write_line(line: str, stream: TextIO | None = None) -> None:
+    """Write a line to a stream of this process, stdout if none is given."""
+    print(printable(line), file=stream or sys.stdout, flush=True)

@@ -29,14 +29,12 @@ from millrace.connectors.prefect.flow_run_state import (
     of_deployment,
     until_suspended,
 )
+from millrace.connectors.prefect.patches import say_when_prefect_is_slow
 from millrace.connectors.prefect.run_errors import log_errors_once
-from millrace.connectors.prefect.run_events import emit_run_event
-from millrace.connectors.prefect.run_page import log_to_page, tags
+from millrace.connectors.prefect.run_page import emit_run_event, log_to_page, tags
 from millrace.connectors.prefect.server import keep_server
-from millrace.connectors.prefect.slow_answers import say_when_prefect_is_slow
 from millrace.connectors.storage.iteration_files import commit_again
-from millrace.connectors.storage.lease import Lease, duration_s
-from millrace.connectors.storage.takeovers import take_over
+from millrace.connectors.storage.lease import Lease, duration_s, take_over
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.contracts.progress import waiting
@@ -48,15 +46,14 @@ from millrace.core.errors import (
     StorageError,
     may_pass,
 )
-from millrace.core.hooks.loading import call_function, search_in
-from millrace.core.hooks.own_code import expect
+from millrace.core.hooks.loading import call_function, expect, search_in
 from millrace.core.plain_text import take_any_text
 from millrace.core.tracker import run_tags
 from millrace.core.waits import in_own_thread
 from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, interrupted_by, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, begin_subflows, run_iterations
-from millrace.flows.driver.named_model import ModelHere, model_here
+from millrace.flows.driver.named_model import ModelHere, model_here, settled
 from millrace.flows.driver.run_record import (
     finish_run_record,
     is_complete,
@@ -65,7 +62,6 @@ from millrace.flows.driver.run_record import (
     record_verdict,
     run_id,
 )
-from millrace.flows.driver.weights_type import settled
 from millrace.flows.preflight.check import check
 from millrace.tasks.runtime.gpu_memory import GpuMemory, StoredWeights
 from millrace.tasks.runtime.orphans import join_and_end_orphans

@@ -23,7 +23,7 @@ from millrace.connectors.host.local_files import keep_fonts_at_home
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
-from millrace.core.plain_console import PlainConsole, write_line
+from millrace.core.plain_text import PlainConsole, write_line
 from millrace.flows.driver.ending import ending
 
 HELD_OUT = 200

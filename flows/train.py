@@ -12,10 +12,15 @@ from prefect import flow
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, together
 from millrace.flows.drive import DriveResult, drive
-from millrace.flows.driver.ahead_guard import lower_ahead
-from millrace.flows.driver.evaluations import evaluate_beside, evaluate_if_due, evaluate_untrained
-from millrace.flows.driver.iteration_slots import IterationSlot, Stage
-from millrace.flows.driver.stored_rollouts import train_stored
+from millrace.flows.driver.iteration_slots import (
+    IterationSlot,
+    Stage,
+    evaluate_beside,
+    evaluate_if_due,
+    evaluate_untrained,
+    lower_ahead,
+)
+from millrace.flows.driver.rollouts_source import train_stored
 from millrace.tasks.batching.deferred_groups import receive_deferred
 from millrace.tasks.batching.eager_passes import pass_early
 from millrace.tasks.checkpoint import begins_after, checkpoint

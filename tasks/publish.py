@@ -40,7 +40,7 @@ from millrace.core.metrics import (
     staleness_metrics,
     teacher_metrics,
 )
-from millrace.tasks.batching.account import carried_to, check_closes
+from millrace.tasks.batching.credited import carried_to, check_closes
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.reporting import report

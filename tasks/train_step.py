@@ -21,8 +21,13 @@ from prefect import task
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import EAGER, LOGPROBS
 from millrace.connectors.trainers.rank import Rank
-from millrace.core.contracts.step_request import StepRequest
-from millrace.core.contracts.task_records import FileRecord, StepFile, StepMetrics, TrainStepRecord
+from millrace.core.contracts.task_records import (
+    FileRecord,
+    StepFile,
+    StepMetrics,
+    StepRequest,
+    TrainStepRecord,
+)
 from millrace.core.errors import MillraceError
 from millrace.core.logprob_gap import LogprobGuard
 from millrace.tasks.context import IterationContext

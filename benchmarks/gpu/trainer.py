@@ -110,7 +110,7 @@ class Millrace:
 
     def step(self, prepared: str) -> dict[str, Any]:
         """Train on it; loss, gradient norm and the seconds of each phase."""
-        from millrace.core.contracts.step_request import StepRequest
+        from millrace.core.contracts.task_records import StepRequest
 
         self.version += 1
         metrics = self.rank.train(StepRequest(self.version, prepared))

@@ -26,7 +26,7 @@ from benchmarks.batch_rows import batch_row, write_batch
 from benchmarks.gpu.shapes import command_line
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
 from millrace.connectors.trainers.megatron.rank import TrainerRank
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 
 PROMPT, PACK = 64, 16384
 WAYS = {"gradients": ("overlapped", "afterwards"), "context": ("heads exchanged", "keys gathered")}

@@ -2,13 +2,22 @@
 
 Owns the choice of the engine and the number of attempts; JSON passes unchanged. Never returns a token of a weight version that is
 not allowed.
+
+A heap of each engine's last known load finds the least loaded one without a look at all of them. A request id names its attempt;
+stored ids omit the sender:
+
+    0a1b-0003~00@5f2e9c
+    sample    |  sender
+              attempt
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
+import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +25,74 @@ from typing import Any
 
 from millrace.connectors.engines.client import EngineClient, GenerateRequest, Generation
 from millrace.connectors.engines.dispatching.flushing import Flush, Parts
-from millrace.connectors.engines.dispatching.least_load import LeastLoad
 from millrace.connectors.engines.dispatching.pieces import NOTHING, joined, shortened
-from millrace.connectors.engines.request_ids import new_sender, request_id
 from millrace.core.errors import EngineError, EngineLostError
+
+Engines = list[EngineClient]
+Entry = tuple[int, str]  # requests in flight at the time of the entry, then the engine's id
+
+
+class LeastLoad:
+    """Chooses by load, then by id. Notices requests of other senders after at most as many choices as there are engines."""
+
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
+        self.engines = engines
+        self.by_id = {engine.engine_id: engine for engine in engines}
+        self._heap: list[Entry] = []
+        self._left = 0  # choices until all loads are read again
+
+    def choose(self) -> EngineClient:
+        """The engine for the next request, which counts as sent."""
+        if not self._left:
+            self._heap = [(engine.in_flight, engine.engine_id) for engine in self.engines]
+            heapq.heapify(self._heap)
+            self._left = len(self.engines)
+        self._left -= 1
+        while True:
+            load, name = self._heap[0]
+            engine = self.by_id[name]
+            if load == engine.in_flight:
+                heapq.heapreplace(self._heap, (load + 1, name))
+                return engine
+            heapq.heapreplace(self._heap, (engine.in_flight, name))
+
+    def ended(self, engine: EngineClient) -> None:
+        """Record that a request of an engine has ended. Ignores an engine that was replaced by another with its name."""
+        if self.by_id.get(engine.engine_id) is engine and len(self._heap) < 4 * len(self.engines):
+            heapq.heappush(self._heap, (engine.in_flight, engine.engine_id))
+
+
+def until_changed(changes: Callable[[], int], find: Callable[[], Engines]) -> Callable[[], Engines]:
+    """A cached `find`: calls it again only after `changes` has increased, and otherwise returns the same list."""
+    kept: tuple[int, Engines] = (-1, [])
+
+    def found() -> Engines:
+        nonlocal kept
+        if kept[0] != changes():
+            kept = changes(), find()
+        return kept[1]
+
+    return found
+
+
+def new_sender() -> str:
+    """A unique name for a sender, among all processes."""
+    return secrets.token_hex(3)
+
+
+def request_id(rid: str, attempt: int, sender: str) -> str:
+    """Id of one attempt. Its suffix has a fixed width: SGLang aborts by prefix, so no id may be a prefix of another.
+
+    An id must not be used again either, for example when the next iteration continues an answer: SGLang 0.5.17 ends any request
+    that has a streamed request's id two seconds after that stream has ended.
+    """
+    return f"{rid}~{attempt:02}@{sender}"
+
+
+def without_sender(request: str) -> str:
+    """The part of an id that is the same in every run."""
+    return request.partition("@")[0]
+
 
 log = logging.getLogger(__name__)
 SESSIONS = 65536

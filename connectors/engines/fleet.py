@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from millrace.connectors.engines.client import CACHE, WEIGHTS, Connect, EngineClient
-from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.dispatching.least_load import until_changed
+from millrace.connectors.engines.dispatcher import Dispatcher, until_changed
 from millrace.connectors.engines.kinds import connect_to
 from millrace.connectors.engines.prefill import PairingDispatcher
 from millrace.connectors.engines.sglang.router import RoutedDispatcher, RunRouter

@@ -1,8 +1,9 @@
 """A local server, at most one per MILLRACE_HOME: started once on loopback, and found again by later processes.
 
-Owns its process, its record and its log in MILLRACE_HOME, and the port. Knows nothing of what it serves: that is a module,
-started as `python -m MODULE FD [SERVES] HOME`. FD is the number of an inherited listening socket. HOME is the server's
-MILLRACE_HOME; it identifies the server among all processes if the record is lost.
+Owns its process, its record and its log in MILLRACE_HOME, the port, and the header by which its pages load nothing from outside.
+Knows nothing of what it serves: that is a module, started as `python -m MODULE FD [SERVES] HOME`. FD is the number of an
+inherited listening socket. HOME is the server's MILLRACE_HOME; it identifies the server among all processes if the record is
+lost.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired
+from typing import Any, NotRequired
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
@@ -220,3 +221,43 @@ def listening(*ports: int) -> socket.socket | None:
             continue
         return listener
     return None
+
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+HEADER = b"content-security-policy"
+SOURCES = {
+    "default-src": "'self'",
+    # the graph of a flow run compiles its shaders with Function()
+    "script-src": "'self' 'unsafe-eval'",
+    "style-src": "'self' 'unsafe-inline'",
+    "img-src": "'self' data: blob:",
+    "font-src": "'self' data:",
+    "media-src": "'self' data: blob:",
+    "worker-src": "'self' data: blob:",
+    # older browsers do not count a websocket of the same server as 'self'
+    "connect-src": "'self' data: blob: ws://127.0.0.1:* ws://localhost:*",
+    "frame-src": "'self' data: blob:",
+    "object-src": "'none'",
+    "base-uri": "'self'",
+    "form-action": "'self'",
+}
+POLICY = "; ".join(f"{name} {sources}" for name, sources in SOURCES.items())
+
+
+class OwnAddressesOnly:
+    """ASGI middleware that adds the policy to every answer: a web worker's script obeys its own answer's policy, not its page's."""
+
+    def __init__(self, app: Application) -> None:
+        self.app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        async def forward(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER, POLICY.encode())]}
+            await send(message)
+
+        await self.app(scope, receive, forward)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.core.contracts.rows.own_sampling import SAMPLING, STOP, STOP_IDS
+from millrace.core.contracts.rows.chat_options import SAMPLING, STOP, STOP_IDS
 from millrace.core.errors import EngineError
 from millrace.core.plain_text import whole
 

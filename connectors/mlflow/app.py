@@ -18,7 +18,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from millrace.connectors.host.page_policy import Application, OwnAddressesOnly, Receive, Send
+from millrace.connectors.host.local_server import Application, OwnAddressesOnly, Receive, Send
 from millrace.connectors.mlflow.server import LOGIN
 
 OPEN = "/health"

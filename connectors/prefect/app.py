@@ -20,7 +20,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from millrace.connectors.host.page_policy import (
+from millrace.connectors.host.local_server import (
     Application,
     Message,
     OwnAddressesOnly,

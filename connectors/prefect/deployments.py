@@ -1,13 +1,16 @@
-"""Deployments and their work pool on the Prefect server. Knows nothing of what the flows do."""
+"""Deployments, their work pool, and the automations of a YAML file on the Prefect server. Knows nothing of what they do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
+import yaml
 from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
+from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
 
@@ -88,3 +91,20 @@ async def _schedules(client: PrefectClient, name: str) -> list[DeploymentSchedul
         )
         for one in found
     ]
+
+
+async def keep_automations(file: Path) -> list[str]:
+    """Create the automations of a YAML file, or update existing ones with the same names; returns their names.
+
+    An automation that was disabled on the server stays disabled.
+    """
+    wanted = [AutomationCore.model_validate(item) for item in yaml.safe_load(file.read_text())["automations"]]
+    async with get_client() as client:
+        for automation in wanted:
+            found = await client.read_automations_by_name(automation.name)
+            if found:
+                automation.enabled = found[0].enabled
+                await client.update_automation(found[0].id, automation)
+            else:
+                await client.create_automation(automation)
+    return [automation.name for automation in wanted]

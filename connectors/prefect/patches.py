@@ -1,12 +1,22 @@
-"""Every assignment into Prefect's objects, each with its version and reason."""
+"""Every assignment into Prefect's objects, each with its version and reason; and a log line for requests that the server leaves open.
+
+Prefect's database may be locked, and every task waits then. Owns the list of pending requests. Knows nothing of what they ask
+for.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
+
+from millrace.connectors.prefect import patches
+from millrace.core.contracts.progress import waiting
 
 LOOK = timedelta(seconds=3)
 
@@ -44,3 +54,47 @@ def send_within(under_way: Callable[[], AbstractContextManager[None]]) -> None:
 
     PrefectHttpxAsyncClient.send = watched  # type: ignore[method-assign, assignment]
     PrefectHttpxSyncClient.send = watched_sync  # type: ignore[method-assign, assignment]
+
+
+log = logging.getLogger(__name__)
+
+LATE_S = 5.0  # a request that is pending for longer is reported
+LOOK_S = 1.0
+WHAT = "the Prefect server, whose database may be locked by another process"
+
+
+@functools.cache
+def say_when_prefect_is_slow() -> None:
+    """Start to report slow answers. Further calls change nothing."""
+    requests = Requests()
+    patches.send_within(requests.one)
+    threading.Thread(target=requests.watch, name="slow-answers", daemon=True).start()
+
+
+class Requests:
+    """The pending requests of all threads."""
+
+    def __init__(self) -> None:
+        self._began: dict[object, float] = {}
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A context that counts one more pending request."""
+        key = object()
+        self._began[key] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._began[key]
+
+    def watch(self) -> None:
+        """Run for ever, and log requests that are pending for too long."""
+        while True:
+            time.sleep(LOOK_S)
+            if self._late():
+                with waiting(log, WHAT):
+                    while self._late():
+                        time.sleep(LOOK_S)
+
+    def _late(self) -> bool:
+        return any(time.monotonic() - began > LATE_S for began in list(self._began.values()))

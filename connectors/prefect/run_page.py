@@ -1,6 +1,7 @@
-"""The page of a training run's flow run: its log, its tags, and artifacts that are updated with each iteration.
+"""The page of a training run's flow run: its log, its tags, its events, and artifacts that are updated with each iteration.
 
-Owns the calls to Prefect; callers decide what is shown. Artifacts that are written once are not its concern.
+Owns the calls to Prefect; callers decide what is shown, and when an event is sent for the server's automations. Artifacts that
+are written once are not its concern.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from uuid import UUID
 from prefect import tags
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.context import TagsContext
+from prefect.context import FlowRunContext, TagsContext
+from prefect.events import emit_event
 from prefect.logging.handlers import APILogHandler
 
 from millrace.connectors.prefect.server import LOGGERS
@@ -75,3 +77,25 @@ class RunPage:
                 key=key, type=kind, data=data, description=description, flow_run_id=UUID(self.flow_run_id)
             )
             self._artifacts[key] = (await client.create_artifact(made)).id
+
+
+RunEvent = Literal["left", "may-go-on"]
+
+
+def emit_run_event(event: RunEvent) -> None:
+    """Send `millrace.flow-run.EVENT` about the current flow run, with its flow and tags as related resources."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return
+    run = context.flow_run
+    flow = {
+        "prefect.resource.id": f"prefect.flow.{run.flow_id}",
+        "prefect.resource.role": "flow",
+        "prefect.resource.name": context.flow.name if context.flow else "",
+    }
+    tags = [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in run.tags]
+    emit_event(
+        f"millrace.flow-run.{event}",
+        resource={"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.name": run.name},
+        related=[flow, *tags],
+    )

@@ -26,7 +26,7 @@ from millrace.connectors.ray.cluster import asked
 from millrace.connectors.ray.placement import ActorPlacement
 from millrace.core.contracts.references import variables
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
-from millrace.core.hooks.own_code import EXPECTED, expected
+from millrace.core.hooks.loading import EXPECTED, expected
 from millrace.core.plain_text import take_any_text
 from millrace.core.waits import USUAL, Limit, beat, progressing, pulse
 

@@ -37,7 +37,7 @@ from millrace.connectors.host.process_identity import (
     read_record,
     send_signal,
 )
-from millrace.connectors.ray import client, head_folder, head_token, head_watch, task_processes
+from millrace.connectors.ray import client, head, task_processes
 from millrace.core.contracts.progress import starting
 from millrace.core.errors import ActorLostError, MillraceError
 
@@ -64,7 +64,7 @@ class HeadRecord(TypedDict):
 
 
 _record = TypeAdapter(HeadRecord)
-_watch: head_watch.HeadWatch | None = None  # watches the local head that this process has joined
+_watch: head.HeadWatch | None = None  # watches the local head that this process has joined
 
 
 def start_or_join(address: str | None, namespace: str) -> None:
@@ -92,12 +92,12 @@ def start_or_join(address: str | None, namespace: str) -> None:
         leave()
     client.drop()
     for attempt in range(1, STARTS + 1):
-        head = address or local_head()
+        joined = address or local_head()
         record = _read() if address is None else None
-        head_token.bring(local=address is None)
+        head.present_token(local=address is None)
         try:
             with _one_try() if address is None else contextlib.nullcontext():
-                _connect(head, namespace)
+                _connect(joined, namespace)
             if record:
                 _watch_head(record)
             return
@@ -211,7 +211,7 @@ def _watch_head(record: HeadRecord | None) -> None:
     _watch = None
     if record:
         end = partial(_end_at, record["address"])
-        _watch = head_watch.HeadWatch(_addresses(record), record["pids"], end)
+        _watch = head.HeadWatch(_addresses(record), record["pids"], end)
 
 
 def _addresses(record: HeadRecord) -> list[str]:
@@ -264,7 +264,7 @@ def local_head() -> str:
     with locked(_path().with_suffix(".lock")):
         record = _read()
         if record and _alive(record):
-            reason = head_watch.stays_silent(_addresses(record), record["pids"])
+            reason = head.stays_silent(_addresses(record), record["pids"])
             if reason is None:
                 return str(record["address"])
             log.warning(
@@ -288,9 +288,7 @@ class _HeadDiedError(MillraceError):
 def head_lives() -> bool:
     """Whether a local head is recorded, all of its processes live, and it answers."""
     record = _read()
-    return bool(
-        record and _alive(record) and head_watch.stays_silent(_addresses(record), record["pids"]) is None
-    )
+    return bool(record and _alive(record) and head.stays_silent(_addresses(record), record["pids"]) is None)
 
 
 def _end_at(address: str) -> None:
@@ -315,7 +313,7 @@ def _end(record: HeadRecord | None, patience_s: float = 0, *, keep_folders: bool
     record: of the last head, which may have lost some processes, or whose start may have been interrupted.
     patience_s: how long they may take to end by themselves.
     """
-    folders = {str(folder) for folder in head_folder.parent().glob(f"{head_folder.prefix()}*")}
+    folders = {str(folder) for folder in head.parent().glob(f"{head.prefix()}*")}
     marks = set(folders)
     left: set[psutil.Process] = set()
     if record:
@@ -345,13 +343,13 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _start() -> str:
-    folder = head_folder.make()
+    folder = head.make()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1"]
     command += [
         "--port=0",  # Ray picks and binds a port in one step; a port picked here could be taken before
         "--include-dashboard=false",
         "--disable-usage-stats",
-        f"--temp-dir={folder / head_folder.RAYS}",
+        f"--temp-dir={folder / head.RAYS}",
     ]
     command += [
         "--num-cpus=1024",
@@ -365,7 +363,7 @@ def _start() -> str:
         "PYTHONPATH": _python_path(),
     }
     environment.pop("RAY_RAYLET_PID", None)  # for drivers only, see millrace/__init__.py
-    environment = head_token.added(environment)
+    environment = head.with_token(environment)
     environment.setdefault("RAY_ROTATION_MAX_BYTES", LOG_BYTES)
     environment.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
     # with the default of 100,000 the head grew by 22 KiB per iteration
@@ -394,9 +392,9 @@ def _start() -> str:
     found = [process for process in psutil.process_iter() if _belongs(process, str(folder))]
     record["pids"] = [process.pid for process in found]
     record["created"] = [process.create_time() for process in found]
-    record["address"] = (folder / head_folder.RAYS / ADDRESS_FILE).read_text()
+    record["address"] = (folder / head.RAYS / ADDRESS_FILE).read_text()
     record["ports"] = [
-        port for process in found for port in _ports(process) if head_watch.answers(f"127.0.0.1:{port}")
+        port for process in found for port in _ports(process) if head.answers(f"127.0.0.1:{port}")
     ]
     _write(record)
     return str(record["address"])
@@ -448,11 +446,7 @@ def _read() -> HeadRecord | None:
         record = _record.validate_json(text)
     except ValidationError:
         record = None
-    if (
-        not record
-        or len(record["pids"]) != len(record["created"])
-        or not head_folder.is_heads(record["folder"])
-    ):
+    if not record or len(record["pids"]) != len(record["created"]) or not head.is_heads(record["folder"]):
         log.warning("%s is no record of a Ray head: any such head is ended", _path())
         return None
     return record

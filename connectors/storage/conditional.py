@@ -1,17 +1,23 @@
-"""Conditional writes: a store refuses them if the file changed since the writer last saw it. Leases and commits rely on them.
+"""Conditional writes, on which leases and commits rely, and JSON documents that contain their own hash.
 
-Owns the condition for each kind of store: a lock within this process for memory, If-None-Match and If-Match on S3, the `create`
-mode of other object stores. A trial write shows which of them a store really honours. Knows nothing of what is written.
+A store refuses a conditional write if the file changed since the writer last saw it. Owns the condition for each kind of store:
+a lock within this process for memory, If-None-Match and If-Match on S3, the `create` mode of other object stores. A trial write
+shows which of them a store really honours. A document names its place and its run; one without a hash is refused, so a reader may
+rely on its fields. Knows nothing of what is written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from millrace.core.errors import CorruptFileError
 
 SINGLE_PUT = 5 << 30  # bytes; a larger object is sent in parts, without a condition
 S3 = ("s3", "s3a")
@@ -90,3 +96,35 @@ def _code(error: OSError) -> str:
     """The error code of an S3 API, "" for other errors."""
     response = getattr(error.__cause__, "response", None) or {}
     return str(response.get("Error", {}).get("Code", ""))
+
+
+HASH, PLACE, RUN = "sha256", "sealed_at", "sealed_by"
+RESTORE = "restore the file from a copy"
+
+
+def sealed(content: Mapping[str, Any], place: str, run: str | None = None) -> dict[str, Any]:
+    """The content with its place, its run and its hash, so that no other document can replace it.
+
+    place: the end of its URL. run: id of the run that writes it, None if a reader need not check it.
+    """
+    placed = {**content, PLACE: place, **({} if run is None else {RUN: run})}
+    return {**placed, HASH: content_hash(placed)}
+
+
+def content_hash(content: Mapping[str, Any]) -> str:
+    """Hash of a document as JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_seal(content: Any, url: str) -> dict[str, Any]:
+    """The content without hash and place. Raises CorruptFileError if it changed, or was written at another place."""
+    if not isinstance(content, dict):
+        raise CorruptFileError("holds no JSON object", where=url, remedy=RESTORE)
+    opened = {name: value for name, value in content.items() if name not in (HASH, PLACE, RUN)}
+    if HASH not in content or PLACE not in content:
+        raise CorruptFileError("lacks the hash that it was written with", where=url, remedy=RESTORE)
+    if content_hash({name: value for name, value in content.items() if name != HASH}) != content[HASH]:
+        raise CorruptFileError("its content does not have the hash that it names", where=url, remedy=RESTORE)
+    if not f"/{url}".endswith(f"/{content[PLACE]}"):
+        raise CorruptFileError(f"was written as {content[PLACE]}", where=url, remedy=RESTORE)
+    return opened

@@ -23,7 +23,7 @@ from millrace.connectors.host import local_files as local
 from millrace.connectors.storage import conditional
 from millrace.connectors.storage.changes import CHANGES
 from millrace.connectors.storage.faults import retried
-from millrace.core.contracts.relative_path import inside, leaves
+from millrace.core.contracts.source_path import inside, leaves
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from millrace.connectors.storage.conditional import RUN, check_seal
 from millrace.connectors.storage.files import FileEntry, in_threads, recorded
 from millrace.connectors.storage.manifests.manifest import JOINED, Manifest
 from millrace.connectors.storage.manifests.summaries import SUMMARY, has_summary
 from millrace.connectors.storage.parts import PART_FOLDERS, list_notes, read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, LOGPROBS, MAKE_AGAIN, MANIFEST, RunFolder
-from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluatedMetrics, IterationRecords
 from millrace.core.errors import CorruptFileError, MissingFileError, of_run

@@ -26,6 +26,10 @@ from pydantic import BaseModel, ValidationError
 from millrace.connectors.host import local_files as local
 from millrace.connectors.host.process_identity import ProcessIdentity
 from millrace.connectors.storage.faults import retried
+from millrace.connectors.storage.files import in_threads
+from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.parts import PART_FOLDERS, take_over_parts
+from millrace.connectors.storage.run_folder import EAGER, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, LeaseHeldError, MissingFileError, StorageError
 
@@ -308,3 +312,30 @@ def _now() -> float:
     """Seconds of a clock that also runs while the machine sleeps, if the machine has one."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
+
+
+WRITERS = ("rollout", "reward", "evaluate_before", "evaluate")  # tasks whose records name parts
+
+
+def take_over(folder: RunFolder) -> int:
+    """Record the parts that earlier drivers left in open iterations, so that their later writes do not count; remove their chunks.
+
+    Returns the index of the first open iteration.
+    """
+    assert folder.store.fence is not None, "the lease comes first"
+    first, token = folder.first_open_iteration(), folder.store.fence.token
+    if token > 1:
+        for index in range(first, folder.last_begun(first) + 1):
+            opened = folder.iteration(index)
+            take_over_parts(opened, PART_FOLDERS, token, folder.owner.run_id, _recorded(folder, index))
+            opened.remove(EAGER, recursive=True)
+    return first
+
+
+def _recorded(folder: RunFolder, index: int) -> dict[str, set[str]]:
+    """The parts named in records of finished tasks, by folder. Empty on a local disk, whose listings are complete."""
+    if folder.store.local:
+        return {}
+    records = in_threads(IterationFiles(folder, index).record, WRITERS)
+    named = {file["path"] for record in records if record for file in record["files"]}
+    return {kind: {path for path in named if path.startswith(f"{kind}/")} for kind in PART_FOLDERS}

@@ -23,8 +23,8 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace.connectors.storage import tables
+from millrace.connectors.storage.conditional import RUN
 from millrace.connectors.storage.files import FileEntry, in_threads
-from millrace.connectors.storage.sealed import RUN
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError, MissingFileError

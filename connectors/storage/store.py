@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from millrace.connectors.host import local_files as local
 from millrace.connectors.storage import tables
+from millrace.connectors.storage.conditional import check_seal, sealed
 from millrace.connectors.storage.files import (
     FileEntry,
     Files,
@@ -26,8 +27,7 @@ from millrace.connectors.storage.files import (
     in_threads,
     write_blocks,
 )
-from millrace.connectors.storage.sealed import check_seal, sealed
-from millrace.core.contracts.relative_path import inside
+from millrace.core.contracts.source_path import inside
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 from millrace.core.plain_text import json_text
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from millrace.connectors.http.posting import EXCERPT, UnreadableError, post
-from millrace.core.config.algorithm.teacher import TeacherServer
+from millrace.core.config.algorithm.section import TeacherServer
 from millrace.core.contracts.references import resolved
 
 FIELD = "algorithm.teacher_server"

@@ -1,7 +1,7 @@
 """What a run asks of one process of its trainer: the Protocol that every trainer's ranks implement.
 
 The ranks of a run hold one model together. Most calls go to all of them at the same time, and every rank answers
-(tasks/runtime/ranks.py asks). A rank holds weights of one version, an integer that each optimizer step raises by one, and is a
+(tasks/runtime/trainer.py asks). A rank holds weights of one version, an integer that each optimizer step raises by one, and is a
 cache of storage: after any loss the run builds new ranks, loads a checkpoint and repeats the steps after it. Nothing here says
 how a rank computes. Calls of one rank follow each other, except `state`, which is answered during the others.
 """
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, TypedDict
 
 from millrace.core.contracts.handles import BroadcastSource
-from millrace.core.contracts.step_request import StepRequest
-from millrace.core.contracts.task_records import FileRecord, StepMetrics
+from millrace.core.contracts.task_records import FileRecord, StepMetrics, StepRequest
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.families.served_files import ALONE, Served
 

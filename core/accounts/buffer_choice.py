@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from millrace.core.config.rollout.buffer import Buffer as Settings
+from millrace.core.config.rollout.section import Buffer as Settings
 from millrace.core.errors import ConfigError
 from millrace.core.hooks.loading import call_function
 from millrace.core.hooks.protocols import BufferedGroup

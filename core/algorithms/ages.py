@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millrace.core.algorithms.aggregate import clean, upcast
 from millrace.core.algorithms.kl import kl_estimate
-from millrace.core.algorithms.packed import clean, upcast
 
 LAST_AGE = 4  # tokens of this age or more have their figures in common
 LOG_RATIO_BOUND = 20.0

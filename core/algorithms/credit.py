@@ -53,7 +53,7 @@ class TokenCredit(NamedTuple):
 
 def load_libraries() -> None:
     """Import what `sample_credit` needs: the first thing that its worker process does, while samples are generated."""
-    from millrace.core.algorithms import group_advantages, reward_shaping  # noqa: F401
+    from millrace.core.algorithms import group_advantages  # noqa: F401
 
 
 def sample_credit(samples: ScoredSamples, config: Algorithm, budget: int) -> SampleCredit:
@@ -66,8 +66,8 @@ def sample_credit(samples: ScoredSamples, config: Algorithm, budget: int) -> Sam
     """
     import torch
 
+    from millrace.core.algorithms.aggregate import clean
     from millrace.core.algorithms.group_advantages import group_advantages
-    from millrace.core.algorithms.packed import clean
 
     own = _shaped(samples, config, budget)
     count = len(samples.rewards)
@@ -127,9 +127,9 @@ def token_credit(
     Errors: TrainerError when an input that the configuration needs is missing.
     """
     from millrace.core.algorithms import token_advantages as estimators
+    from millrace.core.algorithms.aggregate import clean, upcast
     from millrace.core.algorithms.kl import kl_estimate
     from millrace.core.algorithms.losses import distillation_term
-    from millrace.core.algorithms.packed import clean, upcast
 
     coef = config.kl_coef if kl_coef is None else kl_coef
     kl, returns = None, None
@@ -166,7 +166,7 @@ def _shaped(samples: ScoredSamples, config: Algorithm, budget: int) -> Tensor:
     """Rewards [B] that advantages are computed from: with the penalty of algorithm.overlong, then the user's function."""
     import torch
 
-    from millrace.core.algorithms.reward_shaping import add_overlong_penalty
+    from millrace.core.algorithms.group_advantages import add_overlong_penalty
 
     shaped = torch.tensor(samples.rewards, dtype=torch.float64)
     lengths, truncated = torch.tensor(samples.lengths), torch.tensor(samples.truncated)

@@ -1,8 +1,8 @@
 """Advantages of samples from the rewards of their groups: one number a sample, known once its group is scored.
 
-Owns the estimators that compare the samples of one prompt; knows nothing of tokens, losses or of where numbers are stored.
-Statistics are taken by group id, never over the batch, in float64. A NaN reward means "not scored": it enters no statistic
-and its advantage is 0.
+Owns the estimators that compare the samples of one prompt, and the built-in penalties that shape a reward before; knows nothing
+of tokens, losses or of where numbers are stored. Statistics are taken by group id, never over the batch, in float64. A NaN reward
+means "not scored": it enters no statistic and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.core.algorithms.packed import clean
-from millrace.core.config.algorithm import Algorithm
+from millrace.core.algorithms.aggregate import clean, upcast
+from millrace.core.config.algorithm import Algorithm, Overlong
 from millrace.core.errors import DataError
 
 
@@ -109,3 +109,22 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, config: Algorithm) -> T
     if estimator.kind == "reinforce_plus_plus_baseline":
         return group_relative(rewards, group_ids, divide_by_std=False)
     return torch.zeros_like(rewards) if estimator.kind == "none" else None
+
+
+def overlong_penalty(lengths: Tensor, *, budget: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """What is added to the reward of each sample [B]: 0 up to budget - buffer tokens, then linearly to -factor at the budget.
+
+    lengths [B], budget and buffer in tokens; float32. DAPO (arXiv:2503.14476), eq. 13.
+    Errors: ValueError unless 0 < buffer <= budget.
+    """
+    if not 0 < buffer <= budget:
+        raise ValueError(f"buffer must lie in 1..{budget} (the budget), not {buffer}")
+    excess = (upcast(lengths) - (budget - buffer)) / buffer
+    return -factor * excess.clamp(0, 1)
+
+
+def add_overlong_penalty(rewards: Tensor, lengths: Tensor, overlong: Overlong, *, budget: int) -> Tensor:
+    """Rewards [B] with the penalty of algorithm.overlong; NaN (not scored) stays NaN. budget: rollout.sampling.max_new_tokens."""
+    buffer = overlong.buffer_tokens or max(1, budget // 5)
+    penalty = overlong_penalty(lengths, budget=budget, buffer=buffer, factor=overlong.factor)
+    return rewards + penalty.to(rewards.dtype)

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from millrace.core.algorithms.aggregate import clean, sample_mean, sample_sum, spread, upcast
 from millrace.core.algorithms.kl import kl_estimate
-from millrace.core.algorithms.packed import clean, sample_mean, sample_sum, spread, upcast
 from millrace.core.config.algorithm import Correction
 
 Level = Literal["token", "sequence_product", "sequence_geometric"]

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.core.algorithms.packed import clean, upcast
+from millrace.core.algorithms.aggregate import clean, upcast
 from millrace.core.config.algorithm import Algorithm
 
 Kind = Literal["k1", "k2", "k3", "low_var", "abs"]

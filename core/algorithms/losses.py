@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from millrace.core.algorithms.packed import clean, sample_mean, spread, upcast
+from millrace.core.algorithms.aggregate import clean, sample_mean, spread, upcast
 
 LOG_RATIO_BOUND = 20.0
 # below this probability of all tokens beside the k, fp32 has no digits left

@@ -22,9 +22,15 @@ import torch
 from torch import Tensor
 
 from millrace.core.algorithms import importance, losses
-from millrace.core.algorithms.aggregate import denominator, reduce, sample_weights, undivided_weights
+from millrace.core.algorithms.aggregate import (
+    clean,
+    denominator,
+    reduce,
+    sample_weights,
+    undivided_weights,
+    upcast,
+)
 from millrace.core.algorithms.kl import kl_estimate
-from millrace.core.algorithms.packed import clean, upcast
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.contracts.token_batch import TokenBatch
 from millrace.core.errors import TrainerError

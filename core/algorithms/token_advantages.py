@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace.core.algorithms.packed import clean, spread, upcast
+from millrace.core.algorithms.aggregate import clean, spread, upcast
 
 
 def broadcast(per_sample: Tensor, lengths: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""The path of a data source: its files, and which of their rows. Pure.
+"""The path of a data source: its files, and which of their rows; and paths of files in records. Pure.
 
-Owns the slice at a path's end and what makes it a pattern; knows nothing of files.
+Owns the slice at a path's end and what makes it a pattern, and that a record's path stays below the folder that its reader knows.
+Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -58,3 +59,22 @@ def source_path(path: str) -> SourcePath:
     if not colon or not all(not bound or BOUND.fullmatch(bound) for bound in (first, last)):
         raise ValueError(f"@[{match[2]}] is no slice")
     return SourcePath(match[1], int(first) if first else None, int(last) if last else None)
+
+
+def inside(path: str) -> str:
+    """The path of a file below a folder, as records have it: its parts with slashes between.
+
+    Raises ValueError for a path that is absolute, leaves the folder, or is no plain path.
+    """
+    if path.startswith("/") or "\\" in path or "\0" in path or not all(map(_is_name, path.split("/"))):
+        raise ValueError(f"{path!r} is no path of a file below its folder")
+    return path
+
+
+def leaves(path: str) -> bool:
+    """Whether a path goes up: out of its base folder, or out of a folder on the way."""
+    return ".." in path.split("/") or "\0" in path
+
+
+def _is_name(part: str) -> bool:
+    return part not in ("", ".", "..")

@@ -1,11 +1,19 @@
 """What each task returns and keeps as JSON in results/<task>.json: names of files and figures, never samples.
 
 A committed record means that its task never runs again. Plain dictionaries at run time, as they come back from JSON.
+cut.json, too, is committed before the requests of its deferred groups are ended: what timing decided is stored before it has an
+effect.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
+
+from pydantic import BaseModel, ConfigDict
+
+from millrace.core.logprob_gap import LogprobGuard
 
 
 class FileRecord(TypedDict):
@@ -267,3 +275,30 @@ class IterationRecords(TypedDict, total=False):
     held_out_loss_before: HeldOutRecord
     held_out_loss: HeldOutRecord
     publish: PublishRecord
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The step that makes weight version `version` of the one before, from the rows of a batch that name it."""
+
+    version: int
+    batch_url: str
+    # with an iteration's first step: what the difference of engine and trainer may be, on the samples of any of its steps
+    guard: LogprobGuard | None = None
+    # its figures if it was made before: it is made under the settings of that time
+    recorded: StepMetrics | None = None
+    batch_sha256: str | None = None  # in the record or manifest that committed the batch
+    chunks: Sequence[int] | None = None  # rows of each chunk, if passes are made chunk by chunk
+    # with an iteration's first step: whether the trainer's log-probabilities are written
+    stores: bool = False
+
+
+class Cut(BaseModel):
+    """Groups by id, in the order of the iteration's list. Groups in none of the lists were dropped by a filter."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    trained: list[str]
+    deferred: dict[str, int]  # how many times each group was deferred, this time included
+    returned: list[str] = []
+    parts: list[str]  # parts of rewards that the cut was decided from

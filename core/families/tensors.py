@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.core.contracts.relative_path import inside
+from millrace.core.contracts.source_path import inside
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.config_file import WHOLE

@@ -1,25 +1,69 @@
-"""Loads and calls the functions that a configuration names by import path.
+"""Loads and calls the functions that a configuration names by import path, and holds their code as it was at the run's start.
 
-Does not know what a function is for: protocols.py has the signatures.
+A process that starts later must find the same code: the starting process passes the hashes on (`expect`); its child processes
+have them in their environment. Does not know what a function is for: protocols.py has the signatures.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import inspect
 import itertools
+import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, MillraceError, described, remedy_of
-from millrace.core.hooks.own_code import check_unchanged
 from millrace.core.hooks.slime.names import SLIME, NotHereError, provide, slime_remedy
+
+EXPECTED = "MILLRACE_OWN_CODE"  # the environment variable
+
+
+def source_of(module: ModuleType) -> Path | None:
+    """The file of a module; None if it has none."""
+    try:
+        found = inspect.getsourcefile(module)
+    except TypeError:
+        return None
+    return Path(found) if found and os.path.exists(found) else None
+
+
+def hash_of(file: Path) -> str:
+    """Hash of a file's code."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def expect(hashes: Mapping[str, str]) -> None:
+    """From now on, this process and its child processes accept only this code for these modules."""
+    os.environ[EXPECTED] = json.dumps(dict(hashes), sort_keys=True)
+
+
+def expected() -> dict[str, str]:
+    """Hashes by module; empty if no run was started."""
+    found: dict[str, str] = json.loads(os.environ.get(EXPECTED, "{}"))
+    return found
+
+
+def check_unchanged(module: ModuleType, where: str) -> None:
+    """Raise ConfigError for a module that was just imported, if its code differs from the code at the start of the run."""
+    wanted, source = expected().get(module.__name__), source_of(module)
+    if wanted and source and hash_of(source) != wanted:
+        raise ConfigError(
+            f"{source} changed after the run was started",
+            where=where,
+            remedy="put it back, or start the same command again: then the change is recorded with the iteration from which it "
+            "holds",
+        )
 
 
 def _closed(module_name: str) -> str:

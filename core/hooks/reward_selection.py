@@ -18,7 +18,7 @@ from millrace.core.config.reward import RewardFunction, RewardSection
 
 KEY = "reward"  # key of a row's metadata
 TAKEN = ("function", "options")  # fields that are read of a part
-MIXTURE = "millrace.core.rewards.mixture:mixture"
+MIXTURE = "millrace.core.rewards.format:mixture"
 TOURNAMENT = "millrace.core.rewards.tournament.group_reward:tournament"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from millrace.core.rewards.characters import plain
+from millrace.core.rewards.text import plain
 from millrace.core.rewards.units import WORD, WORTH, Unit, is_word, unit_of
 
 LONGEST = 400  # longer answers are not read

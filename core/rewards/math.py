@@ -24,9 +24,8 @@ from millrace.core.rewards.answer_text import (
     read,
     words_key,
 )
-from millrace.core.rewards.characters import plain
 from millrace.core.rewards.symbolic import same_expression, simplest
-from millrace.core.rewards.text import label_text
+from millrace.core.rewards.text import label_text, plain
 from millrace.core.rewards.units import NEVER_COUNTED, WORTH
 
 BRACE = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)

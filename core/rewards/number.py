@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from millrace.core.hooks.protocols import RewardInput, RewardResult
-from millrace.core.rewards.characters import minus_signs
+from millrace.core.rewards.text import minus_signs
 
 # commas group thousands, or stand between two numbers
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,20}(?!\d|,\d)(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")

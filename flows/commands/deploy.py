@@ -91,8 +91,7 @@ def deploy_all(
 
 
 async def _create(described: Sequence[Described], pool: Pool, folder: str) -> None:
-    from millrace.connectors.prefect.automations import keep_automations
-    from millrace.connectors.prefect.deployments import create_deployments
+    from millrace.connectors.prefect.deployments import create_deployments, keep_automations
     from millrace.flows.from_file import train_file, train_recipe
     from millrace.flows.sft import sft
     from millrace.flows.train import train

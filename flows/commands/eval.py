@@ -44,9 +44,8 @@ from millrace.flows.commands.terminal import (
     named_first,
     print_lines,
 )
-from millrace.flows.driver.named_model import at_commit
+from millrace.flows.driver.named_model import at_commit, of_new_run
 from millrace.flows.driver.stored_run import run_record
-from millrace.flows.driver.weights_type import of_new_run
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.tasks.runtime.trainer import bring_up
 

@@ -15,7 +15,7 @@ from millrace.core.accounts.account import FATES, Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import ConfigError, StorageError, of_run
-from millrace.core.plain_console import PlainConsole
+from millrace.core.plain_text import PlainConsole
 from millrace.flows.commands.listing import (
     NEWEST,
     CsvOption,
@@ -26,7 +26,7 @@ from millrace.flows.commands.listing import (
 )
 from millrace.flows.commands.terminal import RootOption, errors, guarded
 from millrace.flows.driver.stored_run import run_record, settings_of
-from millrace.tasks.batching.account import open_account, stored_account
+from millrace.tasks.batching.credited import open_account, stored_account
 
 COLUMNS = ("iteration", "samples", "generated", "carried", *FATES, "trained_again", "closes")
 PARTS = ("fate", "dropped_by", "version", "tokens")  # columns of one iteration's listing

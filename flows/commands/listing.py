@@ -20,8 +20,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from millrace.core.plain_console import PlainConsole
-from millrace.core.plain_text import printable, printable_json
+from millrace.core.plain_text import PlainConsole, printable, printable_json
 from millrace.flows.commands.terminal import console
 
 FORMULA = ("=", "+", "-", "@", "\t")  # first characters of cells that a spreadsheet computes

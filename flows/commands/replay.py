@@ -33,13 +33,11 @@ from millrace.core.hooks.loading import search_in
 from millrace.core.replay import check_replayed, with_settings
 from millrace.flows.commands.named_by_run import named_by_run
 from millrace.flows.commands.terminal import RootOption, console, guarded, named_first
-from millrace.flows.driver.named_model import at_commit
+from millrace.flows.driver.named_model import at_commit, of_new_run
 from millrace.flows.driver.stored_run import run_record
-from millrace.flows.driver.weights_type import of_new_run
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.tasks.runtime.orphans import driven_run
-from millrace.tasks.runtime.ranks import Ranks
-from millrace.tasks.runtime.trainer import bring_up, make_ranks, recorded_step
+from millrace.tasks.runtime.trainer import Ranks, bring_up, make_ranks, recorded_step
 
 FIGURES = ("loss", "grad_norm", "tokens", "samples")
 

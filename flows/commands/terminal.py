@@ -16,7 +16,7 @@ import typer
 
 from millrace.connectors.host.local_files import library_log
 from millrace.core.errors import MillraceError, StorageError, first_error
-from millrace.core.plain_console import PlainConsole, write_line
+from millrace.core.plain_text import PlainConsole, write_line
 
 T = TypeVar("T")
 STDERR = 2

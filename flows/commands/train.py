@@ -71,8 +71,8 @@ def _run_flow(config: RunConfig) -> DriveResult:
     """Run the flow of a configuration in this process, against the configured Prefect server or a local one."""
     import httpx
 
+    from millrace.connectors.prefect.patches import say_when_prefect_is_slow
     from millrace.connectors.prefect.server import ensure_server, login_hint, restart_dead_server, ui_url
-    from millrace.connectors.prefect.slow_answers import say_when_prefect_is_slow
 
     console.print(
         f"Prefect: {ui_url(ensure_server())}{login_hint()}; what libraries print: {library_log()}",

@@ -43,7 +43,7 @@ from millrace.core.errors import DataError, StorageError
 from millrace.flows.commands.named_files import named_by_records, strangers
 from millrace.flows.commands.terminal import RootOption, console, guarded
 from millrace.flows.driver.stored_run import ahead_of, run_record, settings_of
-from millrace.tasks.batching.account import carried_to
+from millrace.tasks.batching.credited import carried_to
 
 SHOWN = 20  # number of shown files
 Row = TypeVar("Row")

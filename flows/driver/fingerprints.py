@@ -12,8 +12,7 @@ from pathlib import Path
 
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.rollout import Tool
-from millrace.core.hooks.loading import load, module_and_name
-from millrace.core.hooks.own_code import hash_of, source_of
+from millrace.core.hooks.loading import hash_of, load, module_and_name, source_of
 from millrace.core.hooks.reward_selection import all_rewards, comparisons
 from millrace.core.hooks.rollout_selection import rollout_functions
 

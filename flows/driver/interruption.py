@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Generic, NoReturn, Protocol, TypeVar
 
-from millrace.core.plain_console import write_line
+from millrace.core.plain_text import write_line
 
 T = TypeVar("T")
 

@@ -1,29 +1,43 @@
 """Iterations that follow one another and overlap as far as the pipeline allows, each as a flow run.
 
 Prefect creates a flow run by seven calls to its server, one after the other. GPUs would idle meanwhile, so the calls are made
-while an earlier iteration still hands over its weights. Does not know what an iteration does.
+while an earlier iteration still hands over its weights. Owns when held-out sets are evaluated (the untrained policy, after an
+iteration, or beside the next one), and that a lower `pipeline.ahead` is in run.json before an iteration is drawn under it
+(pipeline.min_ess; millrace.core.accounts.staleness makes the decision). Does not know what an iteration does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
 
-from prefect import Flow
+from prefect import Flow, Task
 
 from millrace.connectors.host.garbage import collect_between_iterations
 from millrace.connectors.prefect.flow_run_state import count_apart
 from millrace.connectors.prefect.run_page import untagged
 from millrace.connectors.ray.task_runs import JoinedRayTaskRunner
+from millrace.connectors.storage.run_folder import DRAWN
+from millrace.core.accounts.staleness import LOW_IN_A_ROW, Ahead, lowered
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
+from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.core.errors import together
+from millrace.core.periodic import due, evaluates_after
 from millrace.core.sharding import in_shards
 from millrace.core.waits import USUAL, Limit, beat, heartbeat, progressing
+from millrace.flows.driver.stored_run import spans_of
+from millrace.tasks.context import IterationContext
+from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
+from millrace.tasks.reporting import report
+from millrace.tasks.run_recorded import run_recorded
+from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.shards.driver import with_evaluation_shards
 
 AheadOf = Callable[[int], int]
 
@@ -246,3 +260,75 @@ def _flow(config: RunConfig, name: str, index: int) -> Flow[[int], Coroutine[Any
     runner: dict[str, Any] = {"task_runner": JoinedRayTaskRunner()} if in_shards(config) else {}
     run_name = f"{config.run.name}, iteration {iteration_number(index)}"
     return Flow(_iteration, name=name, flow_run_name=run_name, **runner)
+
+
+EvaluateTask = Task[[IterationContext], Coroutine[Any, Any, EvaluateRecord]]
+
+
+async def evaluate_untrained(runtime: Runtime) -> None:
+    """Held-out accuracy of the untrained policy, kept in the first iteration's folder."""
+    if runtime.config.evaluation.sets and not runtime.config.evaluates_in_background:
+        record = await _evaluate(IterationContext(runtime, 0), evaluate_before)
+        await report.evaluation(runtime, record)
+
+
+async def evaluate_if_due(ctx: IterationContext) -> None:
+    """Evaluate the weights that this iteration made, before the run goes on."""
+    if evaluates_after(ctx.config, ctx.index + 1):
+        await _evaluate(ctx, evaluate)
+
+
+async def evaluate_beside(ctx: IterationContext, slot: IterationSlot) -> None:
+    """Evaluate the weights that this iteration starts with, if that is due and the previous iteration has not."""
+    config = ctx.config
+    if not config.evaluates_in_background or not config.evaluation.sets:
+        return
+    await slot.may_evaluate()
+    if due(ctx.index, config.evaluation.every) and not await asyncio.to_thread(is_evaluated_by, ctx):
+        await report.evaluation(ctx.runtime, await _evaluate(ctx, evaluate_before))
+
+
+async def _evaluate(ctx: IterationContext, task: EvaluateTask) -> EvaluateRecord:
+    return await run_recorded(task, await with_evaluation_shards(ctx))
+
+
+log = logging.getLogger(__name__)
+ESS = "train/ess"
+
+
+async def lower_ahead(runtime: Runtime, index: int) -> None:
+    """Decide how far ahead iteration `index` may be, from committed iterations. A drawn iteration keeps its setting."""
+    bound, prompts = runtime.config.pipeline.min_ess, runtime.prompts
+    if bound is None:
+        return
+    decided = await asyncio.to_thread(_decide, runtime, index, bound)
+    if decided == prompts.ahead:
+        return
+    await asyncio.to_thread(_record, runtime, decided)
+    log.warning(
+        "%s was below pipeline.min_ess=%g in %d iterations in a row: from iteration %d on %d may be open ahead, not %d",
+        ESS,
+        bound,
+        LOW_IN_A_ROW,
+        iteration_number(index),
+        decided.at(index),
+        prompts.ahead.at(index),
+    )
+    prompts.use_ahead(decided)
+
+
+def _decide(runtime: Runtime, index: int, bound: float) -> Ahead:
+    folder, ahead = runtime.run_folder, runtime.prompts.ahead
+    if not ahead.at(index) or folder.iteration(index).exists(DRAWN):
+        return ahead
+    first = max(0, index - ahead.at(index) - LOW_IN_A_ROW)
+    manifests = {at: folder.manifest(at) for at in range(first, index - ahead.at(index))}
+    ess = {at: made.tasks["metrics"].get(ESS) for at, made in manifests.items() if made}
+    return lowered(ahead, index, ess, bound)
+
+
+def _record(runtime: Runtime, ahead: Ahead) -> None:
+    store = runtime.run_folder.store
+    record = store.read_sealed("run.json")
+    record["ahead"] = spans_of(ahead)
+    store.write_sealed("run.json", record)

@@ -26,7 +26,6 @@ from millrace.core.contracts.references import references
 from millrace.core.errors import StorageError
 from millrace.core.hooks.loading import search_in
 from millrace.flows.preflight.check_data import check_rows, sources
-from millrace.flows.preflight.check_ends import check_stops
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough, hidden_modules
 from millrace.flows.preflight.check_machine import (
     check_disk,
@@ -35,7 +34,7 @@ from millrace.flows.preflight.check_machine import (
     ray_answers,
     tracking_answers,
 )
-from millrace.flows.preflight.check_model import ReadModel, check_model, check_served_teacher
+from millrace.flows.preflight.check_model import ReadModel, check_model, check_served_teacher, check_stops
 from millrace.flows.preflight.check_references import check_references
 from millrace.flows.preflight.check_reward import RewardAnswers, check_majority, check_rewards
 from millrace.flows.preflight.check_run import StoredRun, check_run

@@ -14,8 +14,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import RewardFunction
-from millrace.core.contracts.rows.chat_options import TEMPLATE_KWARGS, TOOLS
-from millrace.core.contracts.rows.own_sampling import SAMPLING
+from millrace.core.contracts.rows.chat_options import SAMPLING, TEMPLATE_KWARGS, TOOLS
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.errors import MillraceError
 from millrace.core.hooks.protocols import RewardInput

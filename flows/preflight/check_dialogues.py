@@ -12,8 +12,8 @@ from millrace.connectors.huggingface.suffix import Message
 from millrace.connectors.huggingface.trained_turns import TextSpan, pieces
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.chat_options import chat_options
+from millrace.core.contracts.rows.messages import for_template, trained_messages, with_system
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, refuse
-from millrace.core.contracts.rows.trained_messages import for_template, trained_messages, with_system
 from millrace.flows.preflight.check_model import ReadModel
 from millrace.flows.preflight.first_rows import CheckedRows
 

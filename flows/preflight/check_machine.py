@@ -21,7 +21,7 @@ from millrace.connectors.engines.sglang.client import keeps_requests
 from millrace.connectors.engines.sglang.launch import ROUTER_MISSING
 from millrace.connectors.engines.sglang.server_args import UNTOLD, server_args, sglang_finds
 from millrace.connectors.host.local_files import home
-from millrace.connectors.ray import head_folder
+from millrace.connectors.ray import head
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.engine_kinds import SGLANG
@@ -107,7 +107,7 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
     yield from of_home
     if here and not of_home:
         try:
-            head_folder.check_length()
+            head.check_length()
         except ConfigError as error:
             yield Problem("RAY_TMPDIR", os.environ.get("RAY_TMPDIR"), error.reason, error.remedy or "")
     if here and config.trainer.device == "cuda" and not gpus:

@@ -1,6 +1,6 @@
-"""Check the model's folder: files, sizes, tokenizer and chat template. Check the tokenizer of a served teacher.
+"""Check the model's folder: files, sizes, tokenizer, chat template and how answers end. Check the tokenizer of a served teacher.
 
-Imports no torch and no transformers.
+Imports no torch and no transformers. connectors/huggingface/answer_ends.py decides the end tokens of a request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace.connectors.http.posting import RemoteRewardError
+from millrace.connectors.huggingface.answer_ends import REMEDY, AnswerEnds, unseen
 from millrace.connectors.huggingface.hub import GET, is_named
+from millrace.connectors.huggingface.suffix import turn_end
 from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder
 from millrace.connectors.teachers.served_teacher import FIELD as TEACHER
 from millrace.connectors.teachers.served_teacher import ServedTeacher
@@ -28,8 +30,8 @@ from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.chat_templates import TemplateLimitError
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.tensors import weight_tensors
-from millrace.flows.driver.named_model import model_here
-from millrace.flows.driver.weights_type import DType, of_new_run, stored_as
+from millrace.core.families.tokenizer_file import engine_ends
+from millrace.flows.driver.named_model import DType, model_here, of_new_run, stored_as
 
 CRITIC = "algorithm.advantage.critic.path"
 PATIENCE_S = 10.0  # for one answer of a served teacher
@@ -314,3 +316,59 @@ def check_served_teacher(config: RunConfig, found: ReadModel) -> Iterator[Proble
                 error.reason,
                 "set it to what the server gives at most; vLLM has --max-logprobs",
             )
+
+
+def check_stops(config: RunConfig, found: ReadModel) -> Iterator[Problem]:
+    """A problem for each text to stop at that holds a special token and more, or half a character."""
+    special = special_tokens(found.tokenizer)
+    places = {
+        "rollout.sampling.stop": config.rollout.sampling,
+        **{
+            f"evaluation.sets.{at}.sampling.stop": each.sampling
+            for at, each in enumerate(config.evaluation.sets)
+        },
+    }
+    for place, sampling in places.items():
+        for text in sampling.stop:
+            if problem := unseen(text, special if sampling.skip_special_tokens else {}):
+                yield Problem(place, text, problem, REMEDY)
+
+
+def answer_ends(config: RunConfig, found: ReadModel) -> AnswerEnds | None:
+    """The tokens that end the run's answers; None if the tokenizer's files are of a kind that is not read here."""
+    special, template = special_tokens(found.tokenizer), found.template
+    if not special:
+        return None
+    turn = None
+    if template is not None:
+        turn = turn_end(
+            lambda messages, for_answer: template.render(list(messages), None, for_answer), found.ends
+        )
+    return AnswerEnds(
+        engine=tuple(engine_ends((found.here or config).model.path)),
+        turn=special.get(turn or ""),
+        eos=special.get(found.ends[0]) if found.ends else None,
+        special=special,
+    )
+
+
+def ends_text(config: RunConfig, found: ReadModel) -> str | None:
+    """The plan's text if the model's files do not name every token that ends an answer."""
+    ends = answer_ends(config, found)
+    if ends is None or not ends.added:
+        return None
+    texts = {number: text for text, number in ends.special.items()}
+
+    def shown(tokens: list[int]) -> str:
+        return " and ".join(f"{texts.get(token, 'a token without text')} ({token})" for token in tokens)
+
+    named = shown(list(ends.engine)) if ends.engine else "none"
+    why = (
+        "ends a turn of the chat template"
+        if ends.turn in ends.added
+        else "is the tokenizer's end of sequence"
+    )
+    return (
+        f"at {shown(ends.added)}, which {why}. Of tokens that end an answer, generation_config.json and config.json name {named}: "
+        "requests to engines name the others, and so does the generation_config.json of each export"
+    )

@@ -18,6 +18,7 @@ from millrace.core.config.reading.findings import by_name
 from millrace.core.config.reading.load import readable
 from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
 from millrace.flows.driver.fingerprints import of_model
+from millrace.flows.driver.named_model import DType
 from millrace.flows.driver.rollouts_source import source_problems
 from millrace.flows.driver.same_run import (
     check_branch,
@@ -28,7 +29,6 @@ from millrace.flows.driver.same_run import (
 )
 from millrace.flows.driver.start_changes import branched_fields, check_same_model
 from millrace.flows.driver.stored_run import check_no_run
-from millrace.flows.driver.weights_type import DType
 
 HASHED = 16 << 20  # size up to which a source is compared by its hash; larger ones by size
 PLACES = ("iterations", "checkpoints", "lease")  # places that a run writes to

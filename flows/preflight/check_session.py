@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from millrace.connectors.huggingface.dialogues import Follows, dialogues
+from millrace.connectors.huggingface.dialogue import Follows, dialogues
 from millrace.connectors.huggingface.response_templates import template_for
 from millrace.connectors.huggingface.suffix import Message, Render, first_difference
 from millrace.connectors.user_code.mcp_tools import server_schemas

@@ -16,7 +16,7 @@ from millrace.core.config import UserFunction
 from millrace.core.config.data import Source
 from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.config.parts.problems import Problem
-from millrace.core.contracts.rows.own_sampling import SAMPLING
+from millrace.core.contracts.rows.chat_options import SAMPLING
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, far_too_long, refuse, too_long
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.families.tokenizer_file import before_text_of

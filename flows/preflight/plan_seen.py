@@ -19,8 +19,7 @@ from millrace.core.logprob_gap import MULTIPLE
 from millrace.core.rewards.trial import Trial
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_dialogues import trained_tokens
-from millrace.flows.preflight.check_ends import ends_text
-from millrace.flows.preflight.check_model import ReadModel
+from millrace.flows.preflight.check_model import ReadModel, ends_text
 from millrace.flows.preflight.check_run import StoredRun
 from millrace.flows.preflight.first_rows import CheckedRows
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.run_folder import CUT
 from millrace.core.accounts.selection import Candidate, choose
-from millrace.core.contracts.cut import Cut
+from millrace.core.contracts.task_records import Cut
 from millrace.tasks.batching.deferred_groups import read_cut
 from millrace.tasks.batching.judged_groups import Judging
 from millrace.tasks.context import IterationContext

@@ -13,14 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from millrace.connectors.storage.conditional import RUN, check_seal
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
 from millrace.connectors.storage.manifests.manifest import JOINED
 from millrace.connectors.storage.run_folder import CUT, DEFERRED
-from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts import schema
-from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
+from millrace.core.contracts.task_records import Cut
 from millrace.core.errors import CorruptFileError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.scoring.scoring import scored_as_one

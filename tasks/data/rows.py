@@ -15,8 +15,8 @@ from millrace.connectors.storage.sources.addressed import AddressedRows
 from millrace.core.config.data import Data, Source
 from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.contracts.failures import Failures
-from millrace.core.contracts.rows.chat_options import chat_options
-from millrace.core.contracts.rows.own_sampling import SAMPLING
+from millrace.core.contracts.rows.chat_options import SAMPLING, chat_options
+from millrace.core.contracts.rows.messages import trained_messages, with_system
 from millrace.core.contracts.rows.prompts import (
     PromptRow,
     Quarantined,
@@ -26,7 +26,6 @@ from millrace.core.contracts.rows.prompts import (
     too_long,
     without_label,
 )
-from millrace.core.contracts.rows.trained_messages import trained_messages, with_system
 from millrace.core.errors import DataError
 from millrace.tasks.data.own_rows import OwnRows
 

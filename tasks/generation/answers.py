@@ -16,12 +16,11 @@ import numpy as np
 from millrace.connectors.engines.client import NO_TOKENS, Generation
 from millrace.connectors.engines.dispatching.flushing import Flush
 from millrace.core.contracts.ids import sample_id
-from millrace.core.contracts.rows.own_sampling import own_sampling
+from millrace.core.contracts.rows.chat_options import own_sampling
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.turns import TurnRow
 from millrace.tasks.context import IterationContext
-from millrace.tasks.generation.answer_segments import AnswerSegments
-from millrace.tasks.generation.answer_so_far import Made
+from millrace.tasks.generation.answer_segments import AnswerSegments, Made
 from millrace.tasks.generation.part_writer import PartWriter
 from millrace.tasks.generation.sessions.rollout_record import stored_events
 from millrace.tasks.generation.single_samples import Answer, SampleGenerator

@@ -20,7 +20,7 @@ from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.progress import Count
-from millrace.core.contracts.rows.own_sampling import own_sampling
+from millrace.core.contracts.rows.chat_options import own_sampling
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import DrawnGroup, EvaluatedSample, Scorable
 from millrace.core.contracts.topics import EvaluationTopic

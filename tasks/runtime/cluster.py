@@ -1,6 +1,6 @@
-"""The driver's connection to the run's Ray cluster: joins it, rejoins it when the local head died, leaves it.
+"""The driver's connection to the run's Ray cluster: checks the configuration for it, joins it, rejoins it when the local head died.
 
-Owns the connection and the run's reservation; knows nothing of what the actors do.
+Owns the connection and the run's reservation; knows nothing of what the actors do. An address identifies a node.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.driven_runs import forget_driven, note_driven
 from millrace.connectors.storage.files import Fence
 from millrace.core.config import RunConfig
-from millrace.core.errors import ActorLostError, LeaseHeldError
+from millrace.core.config.engines import LOOPBACK
+from millrace.core.config.placement import is_clients
+from millrace.core.errors import ActorLostError, ConfigError, LeaseHeldError
 from millrace.core.waits import heartbeat, in_own_thread, locked, progressing
 from millrace.tasks.runtime.orphans import driven_run, end_orphans, orphans
 
@@ -138,4 +140,25 @@ class Cluster:
     def _reaches_actors(self) -> bool:
         return (
             not self._connecting and cluster.joined() and not cluster.lost(self.config.placement.ray_address)
+        )
+
+
+def check_network(config: RunConfig, addresses: Iterable[str], served: bool = False) -> None:
+    """Raise ConfigError if actors on these nodes could not be reached (`served`: they are engines) or given weights."""
+    outside = is_clients(config.placement.ray_address)
+    here = None if outside else cluster.node_address()
+    elsewhere = sorted({address for address in addresses if address != here})
+    if not elsewhere:
+        return
+    here = "outside the Ray cluster" if outside else f"on node {here}"
+    where = f"this process is {here}, and parts of the run are on {', '.join(elsewhere)}"
+    if served and config.engines.host in LOOPBACK:
+        raise ConfigError(
+            f"engines.host = {config.engines.host}: {where}, where loopback cannot be reached; set it to 0.0.0.0, in a "
+            "network that nobody else is in: keys, prompts and weights cross it unencrypted"
+        )
+    if config.sync.directory is None:
+        raise ConfigError(
+            f"sync.directory: {where}, which do not see this host's folders, where weights go by disk and in a replay; name a folder "
+            "that every node sees under the same path, or a URL such as s3://bucket/weights"
         )

@@ -13,8 +13,7 @@ from millrace.connectors.engines.process import EngineServer, RouterServer
 from millrace.connectors.ray import actors, placement
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import EngineHandle, RouterHandle
-from millrace.tasks.runtime.cluster import Cluster
-from millrace.tasks.runtime.network_check import check_network
+from millrace.tasks.runtime.cluster import Cluster, check_network
 from millrace.tasks.runtime.proxies import EngineProxy, RouterProxy
 
 

@@ -33,9 +33,8 @@ from millrace.core.gpu_owner import GpuOwner, Holder, HolderEvent
 from millrace.core.waits import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.engines import Engines
-from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.recovery import Recovery
-from millrace.tasks.runtime.trainer import TrainerRanks
+from millrace.tasks.runtime.trainer import Ranks, TrainerRanks
 from millrace.tasks.runtime.weight_sync import WeightSync
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
-"""The trainer ranks of a run: found or made, and brought to the weight version that a task asks for.
+"""The trainer ranks of a run: found or made, asked together, and brought to the weight version that a task asks for.
 
-Owns the only way to a version: newest complete checkpoint, then replay of the committed batches after it. Knows nothing of
-engines: before ranks take GPU memory to be built or to replay, `before_build` is awaited.
+Owns the only way to a version: newest complete checkpoint, then replay of the committed batches after it; and how the answers of
+several ranks become one (`await ranks.each(Rank.save, url)`). Knows nothing of engines: before ranks take GPU memory to be built
+or to replay, `before_build` is awaited.
 """
 
 from __future__ import annotations
@@ -13,26 +14,81 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from millrace.connectors.ray import actors
+from millrace.connectors.ray.actors import Actor, ActorGroup
 from millrace.connectors.ray.placement import ActorPlacement
 from millrace.connectors.storage.checkpoint_files import check_marker, set_checkpoint_aside
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.trainers.chosen import make_rank
-from millrace.connectors.trainers.rank import Rank, SaveState
+from millrace.connectors.trainers.rank import Rank, RankState, SaveState
 from millrace.core.config import RunConfig
 from millrace.core.contracts.progress import starting, waiting
-from millrace.core.contracts.step_request import StepRequest
-from millrace.core.contracts.task_records import StepMetrics
+from millrace.core.contracts.task_records import StepMetrics, StepRequest
 from millrace.core.errors import ActorLostError, CorruptFileError, MissingFileError, TrainerError
 from millrace.core.replay import check_replayed, is_exact
 from millrace.core.waits import locked
-from millrace.tasks.runtime.cluster import Cluster
-from millrace.tasks.runtime.network_check import check_network
-from millrace.tasks.runtime.ranks import Ranks
+from millrace.tasks.runtime.cluster import Cluster, check_network
 from millrace.tasks.runtime.recovery import Recovery
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# after one rank has failed in a step, the others fail too or wait for it in a collective
+FAILED_ALONE_S = 60.0
+
+
+class Ranks:
+    """The group. Every call raises ActorLostError if a rank is gone, otherwise the error of the first rank that failed."""
+
+    def __init__(self, actors: ActorGroup[Rank]) -> None:
+        self._actors = actors
+
+    @property
+    def rank_0(self) -> Actor[Rank]:
+        """The rank that is asked for what one rank has to do alone."""
+        return self._actors.actors[0]
+
+    async def each(
+        self, method: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Ask all ranks; the answers in order."""
+        return await self._actors.call(method, *args, **kwargs)
+
+    async def together(
+        self, method: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Ask all ranks for something in which they wait for each other; rank 0's answer.
+
+        What all ranks refuse can be asked for again. If only some fail, all are ended, since the others would wait for ever.
+        """
+        return (await self._actors.call_together(FAILED_ALONE_S, method, *args, **kwargs))[0]
+
+    async def setup(self) -> None:
+        """Meet at rank 0's address, build the model and hold version 0."""
+        address = await self.rank_0.call(Rank.address)
+        await self.each(Rank.setup, address)
+
+    async def versions(self) -> set[int | None]:
+        """Weight versions that the ranks hold; {None} if a rank is gone. Does not wait for calls under way."""
+        try:
+            return {state["version"] for state in await self._states()}
+        except ActorLostError as error:
+            log.warning("%s", error)
+            return {None}
+
+    async def saving(self) -> SaveState | None:
+        """The newest uncommitted background checkpoint, by the slowest rank. Does not wait for calls under way."""
+        states = [state["saving"] for state in await self._states()]
+        known = [state for state in states if state is not None]
+        if len(known) < len(states) or len({state["url"] for state in known}) > 1:
+            return None
+        return min(known, key=lambda state: ("failed", "writing", "written").index(state["state"]))
+
+    async def _states(self) -> list[RankState]:
+        return cast(list[RankState], await self._actors.states())
+
 
 log = logging.getLogger(__name__)
 

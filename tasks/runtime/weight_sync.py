@@ -17,7 +17,7 @@ from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.weight_bucket import WeightBucket
-from millrace.tasks.runtime.ranks import Ranks
+from millrace.tasks.runtime.trainer import Ranks
 from millrace.tasks.runtime.weights_folder import WeightsFolder
 
 

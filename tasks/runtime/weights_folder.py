@@ -16,7 +16,7 @@ from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
 from millrace.core.errors import StorageError
-from millrace.tasks.runtime.ranks import Ranks
+from millrace.tasks.runtime.trainer import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from millrace.connectors.engines.client import Connect, EngineClient
-from millrace.connectors.engines.dispatcher import Dispatcher, EngineAddress
-from millrace.connectors.engines.dispatching.least_load import until_changed
+from millrace.connectors.engines.dispatcher import Dispatcher, EngineAddress, until_changed
 from millrace.connectors.engines.kinds import connect_to
 from millrace.connectors.host.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.connectors.host.local_files import keep_private

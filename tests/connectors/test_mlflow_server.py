@@ -11,8 +11,7 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-from millrace.connectors.host.local_server import listening
-from millrace.connectors.host.page_policy import POLICY
+from millrace.connectors.host.local_server import POLICY, listening
 from millrace.connectors.mlflow.server import ensure_mlflow, local_page, stop_mlflow
 from millrace.connectors.mlflow.tracker import KIND, KIND_TAG, MlflowTracker, find_page
 from millrace.core.errors import MillraceError

@@ -14,7 +14,7 @@ from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.errors import StorageError
 from millrace.flows.commands import app
-from millrace.tasks.batching.account import check_closes, stored_account
+from millrace.tasks.batching.credited import check_closes, stored_account
 from tests.support.stored_run import write_run
 
 

@@ -12,7 +12,7 @@ from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import DRAWN, RunFolder
 from millrace.core.accounts.staleness import Ahead
 from millrace.core.config import RunConfig
-from millrace.flows.driver.ahead_guard import lower_ahead
+from millrace.flows.driver.iteration_slots import lower_ahead
 from millrace.flows.driver.stored_run import ahead_of
 from millrace.tasks.runtime.prompts import Prompts
 

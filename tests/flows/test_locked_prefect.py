@@ -13,7 +13,7 @@ from tests.support.flow_runs import Workplace
 
 ASK = """
 import logging
-from millrace.connectors.prefect.slow_answers import say_when_prefect_is_slow
+from millrace.connectors.prefect.patches import say_when_prefect_is_slow
 from prefect.client.orchestration import get_client
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")

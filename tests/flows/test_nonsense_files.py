@@ -29,9 +29,8 @@ from millrace.flows.commands.runs import runs_listing
 from millrace.flows.commands.show import run_listing
 from millrace.flows.commands.sql import answer
 from millrace.flows.commands.verify import verify_run
-from millrace.flows.driver.named_model import _commit
+from millrace.flows.driver.named_model import _commit, settled
 from millrace.flows.driver.run_record import run_id
-from millrace.flows.driver.weights_type import settled
 from millrace.flows.preflight.check_run import StoredRun, check_run
 from tests.support.permissions import modes_hold
 from tests.support.run_readers import TASKS

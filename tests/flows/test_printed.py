@@ -24,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-from millrace.core.plain_console import PlainConsole
-from millrace.core.plain_text import CONTROL
+from millrace.core.plain_text import CONTROL, PlainConsole
 from millrace.flows import commands
 from millrace.flows.commands import app
 from millrace.flows.commands.listing import Listing

@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from millrace.core.config import RunConfig, UserFunction
-from millrace.core.config.algorithm.correction import Correction
 from millrace.core.config.algorithm.presets import PRESETS
-from millrace.core.config.algorithm.section import Overlong
+from millrace.core.config.algorithm.section import Correction, Overlong
 from millrace.core.config.plan import make_plan
 from millrace.core.config.reading.load import load_config
 from millrace.flows.commands import app

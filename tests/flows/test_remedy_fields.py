@@ -40,7 +40,7 @@ NOT_ASKED_FOR = {  # file and field: why the field need not change when the run 
     ("core/accounts/ledger.py", "run.seed"): "one of the causes that are listed; the remedy puts it back",
     ("core/accounts/ledger.py", "data.shuffle"): "one of the causes that are listed; the remedy puts it back",
     (
-        "core/rewards/hub/instructions.py",
+        "core/rewards/hub/ifeval.py",
         "data.sources[].extra_keys",
     ): "the check scores rows before a run; later the row is corrected",
     ("connectors/engines/sglang/client.py", "model.dtype"): "a place to look at, not a change",

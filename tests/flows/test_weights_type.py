@@ -20,8 +20,8 @@ from millrace.core.config.plan import make_plan
 from millrace.core.config.reading.load import VERSION, load_config
 from millrace.core.errors import ConfigError
 from millrace.flows.commands import app
+from millrace.flows.driver.named_model import of_new_run, settled, stored_as
 from millrace.flows.driver.same_run import refused_in_branch, refused_in_run
-from millrace.flows.driver.weights_type import of_new_run, settled, stored_as
 from millrace.flows.preflight.check import check
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from millrace.core.algorithms import aggregate
+from millrace.core.algorithms.aggregate import spread
 from millrace.core.algorithms.credit import token_credit
 from millrace.core.algorithms.group_advantages import group_advantages
 from millrace.core.algorithms.objective import Objective
-from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.contracts.token_batch import TokenBatch

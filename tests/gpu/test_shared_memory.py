@@ -16,7 +16,7 @@ from millrace.connectors.prefect.server import ensure_server, stop_server
 from millrace.connectors.trainers.rank import Rank
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.tasks.runtime.runtime import Runtime
 from tests.support.gpu_workplace import server_of
 from tests.support.trainer_ranks import samples, write_batch

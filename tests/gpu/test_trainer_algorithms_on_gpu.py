@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from millrace.core.config.algorithm import Algorithm  # noqa: E402
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from tests.support import plain_trainer, trainer_ranks  # noqa: E402
 
 CRITIC = {"lr": 1e-3, "clip": 0.05}

@@ -57,7 +57,7 @@ ROWS = {
     "connectors/prefect/garbage.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/retention.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/server.py": {"asyncio.sleep": BACKGROUND},
-    "connectors/prefect/slow_answers.py": {"time.sleep": BACKGROUND},
+    "connectors/prefect/patches.py": {"time.sleep": BACKGROUND},
     "connectors/ray/actors.py": {
         "asyncio.sleep": COUNTED,
         "asyncio.wait": "made here, awaited by `while_moving` two lines below",
@@ -65,7 +65,7 @@ ROWS = {
         "ray.remote": "declares the actor",
         "self._handle.call.remote": "`while_moving` watches it, of one actor or of a group",
     },
-    "connectors/ray/head_watch.py": {
+    "connectors/ray/head.py": {
         "connection.recv": "of a socket that was made with ASK_S as its limit",
         "self._ended.wait": BACKGROUND,
         "time.sleep": COUNTED,

@@ -25,8 +25,7 @@ from millrace.connectors.storage.store import Store, split_url
 from millrace.connectors.trainers.rank import HeldOutSample, RankState, SaveState
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import BroadcastGroup
-from millrace.core.contracts.step_request import StepRequest
-from millrace.core.contracts.task_records import FileRecord, StepMetrics
+from millrace.core.contracts.task_records import FileRecord, StepMetrics, StepRequest
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 from millrace.core.errors import RefusedStepError, StorageError, TrainerError
 from millrace.core.families.served_files import ALONE, Served, write_side_files

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from examples.plain_rl import adamw, clipped_step, response_logprobs
-from millrace.core.algorithms.aggregate import sample_weights
+from millrace.core.algorithms.aggregate import sample_weights, spread
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, sample_credit, token_credit
 from millrace.core.algorithms.kl import KLController
 from millrace.core.algorithms.losses import value_loss
 from millrace.core.algorithms.objective import Objective
-from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.contracts.token_batch import TokenBatch
 

@@ -175,7 +175,7 @@ ROWS: dict[str, Row] = {
         *_under("sync", "kind directory bucket_mib"),
     ),
     **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),
-    **_any_start("flows/driver/ahead_guard.py", "pipeline.min_ess"),
+    **_any_start("flows/driver/iteration_slots.py", "pipeline.min_ess"),
     **_any_start("tasks/sample_prompts.py", *_under("pipeline", "select reserve")),
     **_any_start("core/config/pipeline.py", "pipeline.max_staleness", "pipeline.eager_groups"),
     **_any_start("tasks/context.py", "pipeline.eager"),

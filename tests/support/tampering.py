@@ -14,13 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from millrace.connectors.storage.conditional import PLACE, check_seal, sealed
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.connectors.storage.lease import Lease
+from millrace.connectors.storage.lease import Lease, take_over
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.storage.sealed import PLACE, check_seal, sealed
 from millrace.connectors.storage.store import Store
-from millrace.connectors.storage.takeovers import take_over
 from millrace.core.errors import MillraceError, StorageError
 from millrace.flows.commands.verify import verify_run
 from millrace.flows.driver.stored_run import run_record

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.core.logprob_gap import LogprobGuard
 
 VOCAB = 97

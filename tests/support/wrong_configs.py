@@ -188,7 +188,7 @@ WRONG: list[tuple[str, list[str], str]] = [
      ["reward.named=[{name: a, function: 'millrace.core.rewards.text:contains'}, {name: a, function: 'millrace.core.rewards.text:contains'}]"],
      "reward.named.1.name"),
     ("a mixture of a reward that is not there",
-     ["reward={function: 'millrace.core.rewards.mixture:mixture', options: {parts: [{function: 'no.such.module:score'}]}}"],
+     ["reward={function: 'millrace.core.rewards.format:mixture', options: {parts: [{function: 'no.such.module:score'}]}}"],
      "reward.options.parts.0.function"),
     ("a tournament by a comparison that is not there",
      ["reward={function: 'millrace.core.rewards.tournament.group_reward:tournament', group: true, options: {compare: 'no.such.module:closer'}}"],

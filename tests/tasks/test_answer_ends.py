@@ -22,8 +22,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.model import Model
 from millrace.core.errors import EngineError
 from millrace.core.families.tokenizer_file import engine_ends, name_ends
-from millrace.flows.preflight.check_ends import answer_ends
-from millrace.flows.preflight.check_model import ReadModel, check_model
+from millrace.flows.preflight.check_model import ReadModel, answer_ends, check_model
 from tests.support.chat_templates import tokenizer_of
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

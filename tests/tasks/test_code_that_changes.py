@@ -12,8 +12,7 @@ from millrace.connectors.ray.actors import digest
 from millrace.connectors.user_code.pool import WorkerPool
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.hooks.loading import load
-from millrace.core.hooks.own_code import EXPECTED, expect
+from millrace.core.hooks.loading import EXPECTED, expect, load
 from millrace.core.rewards.scoring import score_sample
 from millrace.flows.driver.fingerprints import own_modules
 

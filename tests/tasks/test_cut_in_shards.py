@@ -13,8 +13,8 @@ import pytest
 from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED
-from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.ids import sample_id
+from millrace.core.contracts.task_records import Cut
 from millrace.tasks.batching.deferred_groups import UNFINISHED, join
 from millrace.tasks.context import IterationContext
 from millrace.tasks.shards.driver import ShardedIteration

@@ -14,7 +14,7 @@ from millrace.connectors.storage.parts import write_part
 from millrace.connectors.storage.run_folder import CUT, DEFERRED
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
-from millrace.core.contracts.cut import Cut
+from millrace.core.contracts.task_records import Cut
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 from millrace.tasks.batching.deferred_groups import join, read_cut
 from millrace.tasks.context import IterationContext

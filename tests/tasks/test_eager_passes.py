@@ -13,7 +13,7 @@ from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.chunks import hash_of
 from millrace.connectors.trainers.megatron.packing import read_rows
 from millrace.core.config import RunConfig
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.tasks.train_step import train_step
 from tests.support.asked_here import RanksHere
 from tests.support.eager_iteration import EACH, NEED, Iteration

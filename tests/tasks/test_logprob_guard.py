@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.contracts.step_request import StepRequest
-from millrace.core.contracts.task_records import FileRecord, FilterRecord, SampleSupervisedRecord
+from millrace.core.contracts.task_records import FileRecord, FilterRecord, SampleSupervisedRecord, StepRequest
 from millrace.core.logprob_gap import LogprobGuard
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from millrace.core.errors import ActorLostError
-from millrace.tasks.runtime.ranks import Ranks
+from millrace.tasks.runtime.trainer import Ranks
 
 
 class Group:

@@ -19,8 +19,7 @@ from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.core.contracts.ids import tokens_hash
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import EngineLostError
-from millrace.tasks.generation.answer_segments import AnswerSegments
-from millrace.tasks.generation.answer_so_far import Made
+from millrace.tasks.generation.answer_segments import AnswerSegments, Made
 from millrace.tasks.generation.single_samples import Answer
 from tests.support.stored_samples import drawn_group
 

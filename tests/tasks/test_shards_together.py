@@ -10,10 +10,9 @@ from typing import Any, cast
 import pytest
 
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.storage.lease import Lease
+from millrace.connectors.storage.lease import Lease, take_over
 from millrace.connectors.storage.parts import list_parts, read_parts, write_part
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.storage.takeovers import take_over
 from millrace.core.accounts.staleness import Ahead, VersionRange
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id

@@ -20,7 +20,7 @@ from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
 from millrace.core.waits import Limit
 from millrace.tasks.runtime.cluster import Cluster

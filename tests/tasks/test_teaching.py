@@ -15,8 +15,8 @@ from millrace.connectors.storage.parts import read_parts, write_part
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
-from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.sample import ScoredSample
+from millrace.core.contracts.task_records import Cut
 from millrace.core.errors import BudgetError
 from millrace.core.metrics import teacher_metrics
 from millrace.tasks.batching.deferred_groups import join

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from millrace.connectors.engines.embedded.body import read_json
+from millrace.connectors.engines.embedded.access import read_json
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.model import ModelError, Weights
 from millrace.connectors.engines.embedded.sampling import RequestError, whole

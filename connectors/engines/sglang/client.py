@@ -14,11 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from millrace.connectors.engines.client import GenerateRequest, Generation, OutputTokens
-from millrace.connectors.engines.request_ids import without_sender
+from millrace.connectors.engines.dispatcher import without_sender
 from millrace.connectors.engines.sglang.connection import Connection
 from millrace.connectors.engines.sglang.engine_weights import SglangWeights
-from millrace.connectors.engines.sglang.wire.answer_body import read_answer
-from millrace.connectors.engines.sglang.wire.stream import StreamedAnswer
+from millrace.connectors.engines.sglang.wire.answer_body import StreamedAnswer, read_answer
 from millrace.connectors.engines.watched import WatchedEngine
 from millrace.core.contracts.handles import CONTINUED
 from millrace.core.errors import EngineError, EngineLostError

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from millrace.connectors.engines.sglang.wire.stream import DONE, EventReader
+from millrace.connectors.engines.sglang.wire.answer_body import DONE, EventReader
 from millrace.core.errors import EngineError, EngineLostError
 
 CONTROL_TIMEOUT_S = 600.0

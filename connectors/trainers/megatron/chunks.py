@@ -17,13 +17,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from millrace.connectors.trainers.megatron.comparison import sample_logprobs
 from millrace.connectors.trainers.megatron.forward_backward import MetricSums
 from millrace.connectors.trainers.megatron.learner import Learner, step_metrics
-from millrace.connectors.trainers.megatron.optim.ddp import accumulating
+from millrace.connectors.trainers.megatron.optim.optimizer import accumulating
 from millrace.connectors.trainers.megatron.packing import BatchRow, oldest_age
 from millrace.connectors.trainers.megatron.policy_step import policy_step
 from millrace.connectors.trainers.megatron.rank_batch import RankBatch, counted
-from millrace.connectors.trainers.megatron.stored_logprobs import sample_logprobs
 from millrace.core.contracts.sample import SampleLogprobs
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from millrace.connectors.trainers.megatron.forward_backward import Metrics, Metr
 from millrace.connectors.trainers.megatron.model.policy_model import CriticModel
 from millrace.connectors.trainers.megatron.rank_batch import RankBatch
 from millrace.connectors.trainers.megatron.trainable_model import TrainableModel, model_from_hf
+from millrace.core.algorithms.aggregate import clean
 from millrace.core.algorithms.losses import value_loss
-from millrace.core.algorithms.packed import clean
 from millrace.core.config import RunConfig
 from millrace.core.families.config_file import read_hf_config
 

@@ -23,8 +23,8 @@ from millrace.connectors.trainers.megatron.forward_backward import (
 from millrace.connectors.trainers.megatron.model.logprobs import TokenLogprobs
 from millrace.connectors.trainers.megatron.rank_batch import RankBatch
 from millrace.core.algorithms.ages import age_metrics, ratio_metrics
+from millrace.core.algorithms.aggregate import clean
 from millrace.core.algorithms.objective import Objective
-from millrace.core.algorithms.packed import clean
 from millrace.core.contracts.token_batch import TokenBatch
 
 

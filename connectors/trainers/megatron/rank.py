@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from millrace.connectors.host.garbage import collect_garbage
+from millrace.connectors.trainers.megatron.comparison import check_loss, check_rows
 from millrace.connectors.trainers.megatron.rank_weights import REBUILD, RankWeights
-from millrace.connectors.trainers.megatron.refusals import check_loss, check_rows
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
 from millrace.core.hooks.loading import search_in
 from millrace.core.replay import (
@@ -125,9 +125,12 @@ class TrainerRank(RankWeights):
         return self.last
 
     def _train(self, step: StepRequest) -> StepMetrics:
-        from millrace.connectors.trainers.megatron.comparison import Comparison
+        from millrace.connectors.trainers.megatron.comparison import (
+            Comparison,
+            sample_logprobs,
+            write_logprobs,
+        )
         from millrace.connectors.trainers.megatron.packing import cut_into
-        from millrace.connectors.trainers.megatron.stored_logprobs import sample_logprobs, write_logprobs
 
         started = time.perf_counter()
         version, guard, recorded = step.version, step.guard, step.recorded
@@ -236,7 +239,7 @@ class TrainerRank(RankWeights):
 
     def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
         """Loss of each sample under `version`, in nats."""
-        from millrace.connectors.trainers.megatron.held_out import sample_losses
+        from millrace.connectors.trainers.megatron.forward_backward import sample_losses
 
         self._check_version(version, f"and losses under version {version} are asked for")
         with self._working("losses"):

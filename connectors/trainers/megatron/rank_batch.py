@@ -15,8 +15,8 @@ from torch import Tensor
 
 from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.packing import BatchRow, Pack, make_packs
+from millrace.core.algorithms.aggregate import spread
 from millrace.core.algorithms.objective import Objective
-from millrace.core.algorithms.packed import spread
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.errors import TrainerError, of_run

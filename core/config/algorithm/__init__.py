@@ -10,7 +10,6 @@ from millrace.core.config.algorithm.advantage import MaxRl as MaxRl
 from millrace.core.config.algorithm.advantage import NoAdvantage as NoAdvantage
 from millrace.core.config.algorithm.advantage import ReinforcePlusPlus as ReinforcePlusPlus
 from millrace.core.config.algorithm.advantage import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
-from millrace.core.config.algorithm.correction import Correction as Correction
 from millrace.core.config.algorithm.loss import Cispo as Cispo
 from millrace.core.config.algorithm.loss import Clipped as Clipped
 from millrace.core.config.algorithm.loss import Gspo as Gspo
@@ -20,4 +19,5 @@ from millrace.core.config.algorithm.loss import Reinforce as Reinforce
 from millrace.core.config.algorithm.loss import Sapo as Sapo
 from millrace.core.config.algorithm.loss import Sft as Sft
 from millrace.core.config.algorithm.section import Algorithm as Algorithm
+from millrace.core.config.algorithm.section import Correction as Correction
 from millrace.core.config.algorithm.section import Overlong as Overlong

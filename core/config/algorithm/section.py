@@ -1,4 +1,4 @@
-"""The fields of `algorithm`, and how a preset fills the missing ones. Knows nothing of the mathematics."""
+"""The fields of `algorithm`, its `correction` and `teacher_server`, and how a preset fills the missing ones. Knows nothing of the mathematics."""
 
 from __future__ import annotations
 
@@ -8,16 +8,89 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from millrace.core.config.algorithm.advantage import Advantage, Critic, GroupRelative
-from millrace.core.config.algorithm.correction import Correction
 from millrace.core.config.algorithm.loss import Clipped, Loss
 from millrace.core.config.algorithm.presets import PRESETS, Preset
-from millrace.core.config.algorithm.teacher import TeacherServer
-from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET, given_values
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET, given_values, merged
 from millrace.core.config.parts.menu import menu_of, spelled_out
-from millrace.core.config.parts.merge import merged
 from millrace.core.config.parts.restart import ANY_START, in_a_branch
 from millrace.core.config.parts.section import READS, Section
 from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.contracts.references import WHOLE
+
+
+class TeacherServer(Section):
+    """A server that gives the log-probabilities of tokens it is sent. Its tokenizer must be the model's."""
+
+    url: Annotated[str, ANY_START] = Field(
+        pattern=r"^https?://",
+        description="Address of the server: for SGLang as in http://host:30000, for the other protocols up to /v1.",
+    )
+    protocol: Annotated[Literal["sglang", "vllm", "openai"], ANY_START] = Field(
+        "sglang",
+        description="Its protocol: sglang (/generate), vllm (completions with prompt_logprobs) or openai "
+        "(completions with echo).",
+    )
+    model: str | None = Field(None, description="The teacher's name on the server; only for vllm and openai.")
+    key: Annotated[str | None, ANY_START] = Field(
+        None,
+        pattern=WHOLE,
+        description="Its Bearer token, as a reference: ${env:NAME} or ${prefect:BLOCK}.",
+    )
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="Likeliest tokens of each position that it gives, and that the loss compares; 0: log-probabilities of the sampled token alone, in the advantage. Only for sglang and vllm.",
+    )
+    hint: UserFunction | None = Field(
+        None,
+        description="Function (millrace.TeacherHint) that gets a finished sample and returns text that is added to the teacher's prompt, not to the policy's. Not with rollout.session.",
+    )
+    concurrency: Annotated[int, ANY_START] = Field(32, ge=1, description="Samples that it scores at once.")
+    timeout_s: Annotated[float, ANY_START] = Field(
+        120, gt=0, description="Longest time for one attempt. Seconds."
+    )
+    attempts: Annotated[int, ANY_START] = Field(
+        3, ge=1, description="Attempts for one sample before it counts as failed."
+    )
+    same_tokenizer: Annotated[bool, ANY_START] = Field(
+        False,
+        description="Assert that its tokenizer is the model's, if the server's answers cannot prove it.",
+    )
+
+
+class Correction(Section):
+    """How the gap between the engine's log-probabilities and the trainer's old ones is corrected."""
+
+    kind: Literal["none", "truncate", "mask", "icepop", "reject"] = Field(
+        "none",
+        description="What happens to the importance weight w = pi_old / pi_rollout: truncate bounds it to [low, high] (TIS); "
+        "mask zeroes it outside (MIS); icepop is mask on tokens with both bounds required; reject zeroes outside and is 1 inside.",
+    )
+    level: Literal["token", "sequence_product", "sequence_geometric"] = Field(
+        "token",
+        description="One weight per token, or one per sequence: the product or the geometric mean of its tokens' weights.",
+    )
+    low: float = Field(0.0, ge=0, description="Lower bound of the weight.")
+    high: float = Field(2.0, gt=0, description="Upper bound of the weight.")
+    veto: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Leave a sequence out of the loss if any of its token weights is below this.",
+    )
+    opsm_delta: float | None = Field(
+        None,
+        gt=0,
+        description="Off-policy sequence masking: leave out tokens of negative advantage in sequences whose mean "
+        "log-probability fell by more than this since sampling. Nats a token.",
+    )
+    max_token_age: int | None = Field(
+        None,
+        ge=0,
+        description="Leave out tokens that were older than this when their iteration started, in published weight versions: they enter no term of the policy's loss, but its denominators count them.",
+    )
+
 
 GROUP_BASELINES = (
     "group_relative",

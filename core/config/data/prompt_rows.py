@@ -11,7 +11,7 @@ from millrace.core.config.parts.restart import ANY_START
 from millrace.core.config.parts.section import NAME, READS, Section
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
-from millrace.core.contracts.rows.trained_messages import LossOn
+from millrace.core.contracts.rows.messages import LossOn
 
 
 class PromptRows(Section):

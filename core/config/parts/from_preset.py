@@ -2,6 +2,7 @@
 
 A form submits every default of its schema, and a submitted value overrides the preset. So these fields have no default
 there. `null` stands for the preset's value. If null is a valid value, a form omits the field until the user fills it.
+`merged` puts values over values, section by section.
 """
 
 from __future__ import annotations
@@ -90,3 +91,34 @@ def _holds(model: type[BaseModel]) -> bool:
         is_from_preset(field) or any(_holds(below) for below in models(field.annotation))
         for field in model.model_fields.values()
     )
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """`above` over `below`, both values of `model`.
+
+    Lists and mappings of options are replaced whole, and so is a variant of another `kind`: its fields would not fit.
+    """
+    result = dict(below)
+    for name, value in above.items():
+        old, section = result.get(name), _section(model, name, value)
+        if (
+            section is None
+            or not isinstance(old, Mapping)
+            or not isinstance(value, Mapping)
+            or menu_of(model.model_fields[name])
+            and value.get("kind", old.get("kind")) != old.get("kind")
+        ):
+            result[name] = value
+        else:
+            result[name] = merged(old, value, section)
+    return result
+
+
+def _section(model: type[BaseModel], name: str, value: Any) -> type[BaseModel] | None:
+    field = model.model_fields.get(name)
+    if field is None:
+        return None
+    menu = menu_of(field)
+    if menu:
+        return variant_of(field, value) or models(field.annotation)[0]
+    return next(iter(models(field.annotation)), None)

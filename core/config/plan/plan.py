@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.core.config.plan.disk import disk, files
 from millrace.core.config.plan.layout import Layout, layout_of, visible_gpus
-from millrace.core.config.plan.memory import MemoryPart, engine_memory, host_memory, trainer_memory
+from millrace.core.config.plan.memory import (
+    MemoryPart,
+    disk,
+    engine_memory,
+    files,
+    host_memory,
+    trainer_memory,
+)
 from millrace.core.config.plan.numbers import Numbers, numbers_of
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from millrace.core.config.parts.from_preset import merged
 from millrace.core.config.parts.menu import menu_of, variant_of
-from millrace.core.config.parts.merge import merged
 from millrace.core.config.parts.redaction import shown_text
 from millrace.core.config.parts.section import Reads, models
 from millrace.core.config.reading.overrides import without_short_forms

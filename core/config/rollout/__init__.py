@@ -1,7 +1,6 @@
 """The `rollout` section: how many samples, how they are sampled, rollouts of several turns, and reuse."""
 
-from millrace.core.config.rollout.buffer import Buffer
-from millrace.core.config.rollout.section import Rollout, Sampling
+from millrace.core.config.rollout.section import Buffer, Rollout, Sampling
 from millrace.core.config.rollout.session import (
     AnyTool,
     McpServer,

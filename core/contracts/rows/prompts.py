@@ -16,21 +16,24 @@ from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from millrace.core.contracts.ids import prompt_id
 from millrace.core.contracts.rows.chat_options import (
+    SAMPLING,
     TEMPLATE_KWARGS,
     TOOLS,
+    row_sampling,
     row_template_kwargs,
     row_tools,
 )
 from millrace.core.contracts.rows.messages import (
     ROLES,
+    SWITCHES,
+    LossOn,
     NotTextError,
     from_sharegpt,
     from_text,
     message_of,
+    trained_messages,
     with_read_arguments,
 )
-from millrace.core.contracts.rows.own_sampling import SAMPLING, row_sampling
-from millrace.core.contracts.rows.trained_messages import SWITCHES, LossOn, trained_messages
 from millrace.core.plain_text import json_text, whole
 
 EXCERPT = 80

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.core.hooks.protocols import RewardInput, RewardResult
-from millrace.core.rewards.characters import plain
 from millrace.core.rewards.math import last_boxed
+from millrace.core.rewards.text import plain
 
 LONGEST = 20_000  # last characters of a response that are read
 L = r"[(\[{]?[A-Z][)\]}]?(?![\w'])"  # a letter, in brackets or not

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks.protocols import RewardInput, RewardResult
-from millrace.core.rewards.hub.instructions import (
+from millrace.core.rewards.hub.ifeval import (
     Instructions,
     answer_of,
     check_score,

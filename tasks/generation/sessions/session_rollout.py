@@ -14,8 +14,13 @@ from typing import Any, Protocol
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.core.config.rollout import Sampling, SessionSection
 from millrace.core.contracts.ids import tokens_hash, turn_seed
-from millrace.core.contracts.rows.chat_options import PLAIN, ChatColumns, ChatOptions, chat_options
-from millrace.core.contracts.rows.own_sampling import own_sampling
+from millrace.core.contracts.rows.chat_options import (
+    PLAIN,
+    ChatColumns,
+    ChatOptions,
+    chat_options,
+    own_sampling,
+)
 from millrace.core.contracts.rows.prompts import ALWAYS_TOKENISED
 from millrace.core.contracts.turns import TurnKind, TurnRow
 from millrace.core.plain_text import json_text

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.huggingface.dialogue import Dialogues
-from millrace.connectors.huggingface.dialogues import dialogues
+from millrace.connectors.huggingface.dialogue import Dialogues, dialogues
 from millrace.connectors.huggingface.response_templates import FAMILIES, template_for
 from millrace.connectors.huggingface.suffix import Difference, first_difference
 from millrace.connectors.huggingface.template import ChatTemplate

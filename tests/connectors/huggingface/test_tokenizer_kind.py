@@ -14,10 +14,9 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from millrace.connectors.huggingface import tokenizer_kind
+from millrace.connectors.huggingface import tokenizer
 from millrace.connectors.huggingface.tiny import build_tokenizer
-from millrace.connectors.huggingface.tokenizer import PromptTokenizer
-from millrace.connectors.huggingface.tokenizer_kind import remember_kind, remembered_kind
+from millrace.connectors.huggingface.tokenizer import PromptTokenizer, remember_kind, remembered_kind
 from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN
 from millrace.core.errors import ConfigError
@@ -112,7 +111,7 @@ def test_what_was_chosen_holds_for_the_same_files_alone(
 def test_versions_of_libraries_settle_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remember_kind(str(tmp_path), KIND)
     assert remembered_kind(str(tmp_path)) == KIND
-    monkeypatch.setattr(tokenizer_kind, "version", lambda name: "0.0.1")
+    monkeypatch.setattr(tokenizer, "version", lambda name: "0.0.1")
     assert remembered_kind(str(tmp_path)) is None
 
 
@@ -136,7 +135,7 @@ def test_a_record_that_names_what_was_never_chosen_is_not_imported(altered: str,
 
 
 def test_the_newest_records_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_kind, "KEPT", 2)
+    monkeypatch.setattr(tokenizer, "KEPT", 2)
     folders = []
     for number in range(3):
         (tmp_path / f"{number}").mkdir()

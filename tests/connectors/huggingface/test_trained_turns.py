@@ -14,7 +14,7 @@ from millrace.connectors.huggingface.dialogue import Dialogues, TrainedDialogue
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.contracts.rows.chat_options import ChatOptions
-from millrace.core.contracts.rows.trained_messages import LossOn, for_template, trained_messages
+from millrace.core.contracts.rows.messages import LossOn, for_template, trained_messages
 from millrace.core.errors import ConfigError
 from tests.support.chat_templates import TOOL, tokenizer_of
 

@@ -14,7 +14,7 @@ from millrace.connectors.huggingface.tiny import build_tiny_model, build_tokeniz
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.trainers.rank import HeldOutSample
 from millrace.core.contracts.rows.chat_options import ChatOptions
-from millrace.core.contracts.rows.trained_messages import trained_messages
+from millrace.core.contracts.rows.messages import trained_messages
 from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
 

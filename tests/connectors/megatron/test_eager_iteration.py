@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.tasks.train_step import train_step
 from tests.support.asked_here import RanksHere
 from tests.support.eager_iteration import EACH, NEED, Iteration

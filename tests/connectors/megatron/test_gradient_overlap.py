@@ -26,16 +26,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def in_small_buckets(rank: Any) -> int:
     """Build the rank's model anew with buckets of few parameters; how many there are."""
-    from millrace.connectors.trainers.megatron.optim import ddp
+    from millrace.connectors.trainers.megatron.optim import optimizer
 
-    whole = ddp.DistributedDataParallelConfig
-    ddp.DistributedDataParallelConfig = partial(whole, bucket_size=2000)  # type: ignore[misc, assignment]
+    whole = optimizer.DistributedDataParallelConfig
+    optimizer.DistributedDataParallelConfig = partial(whole, bucket_size=2000)  # type: ignore[misc, assignment]
     try:
         with rank._working("setup"):
             rank._build()
             rank.version, rank.last = 0, None
     finally:
-        ddp.DistributedDataParallelConfig = whole  # type: ignore[misc]
+        optimizer.DistributedDataParallelConfig = whole  # type: ignore[misc]
     return len(rank.learner.policy.model.bucket_groups)
 
 

@@ -27,7 +27,7 @@ from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.rules import problems
 from millrace.core.config.megatron_options.table import OptionTable
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.core.families.config_file import read_hf_config
 from tests.connectors.megatron.fields import installed as installed_fields
 from tests.connectors.megatron.fields import kept as kept_fields

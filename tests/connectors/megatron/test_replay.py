@@ -15,7 +15,7 @@ import pytest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.core.errors import CorruptFileError, ReplayedStepError
 from millrace.core.replay import with_settings
 from millrace.tasks.run_recorded import _lasts

@@ -23,12 +23,11 @@ from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.connectors.trainers.rank import Rank
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
-from millrace.tasks.runtime.ranks import Ranks
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.runtime.trainer import TrainerRanks
+from millrace.tasks.runtime.trainer import Ranks, TrainerRanks
 from tests.support.ray_nodes import RayNodes, token_of
 from tests.support.trainer_ranks import samples, write_batch
 

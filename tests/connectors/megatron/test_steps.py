@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from millrace.connectors.trainers.megatron.process.distributed import cpu_threads
-from millrace.core.contracts.step_request import StepRequest
+from millrace.core.contracts.task_records import StepRequest
 from millrace.core.logprob_gap import LogprobGuard
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 

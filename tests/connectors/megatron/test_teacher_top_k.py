@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace.connectors.teachers.served_teacher import ResponseLogprobs, ServedTeacher
 from millrace.connectors.trainers.rank import HeldOutSample
-from millrace.core.config.algorithm.teacher import TeacherServer
+from millrace.core.config.algorithm.section import TeacherServer
 from tests.support.engine_process import embedded_engine
 from tests.support.plain_trainer import Plain
 from tests.support.trainer_ranks import RankFailedError, Workers, configuration, samples, write_batch

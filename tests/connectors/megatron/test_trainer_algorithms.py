@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
-from millrace.core.config.algorithm.teacher import TeacherServer
+from millrace.core.config.algorithm.section import TeacherServer
 from tests.support.engine_process import embedded_engine
 from tests.support.plain_trainer import PlainLearner, scored
 from tests.support.slow_members import slow_but

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.host.page_policy import HEADER, POLICY
+from millrace.connectors.host.local_server import HEADER, POLICY
 from millrace.connectors.prefect import app as prefect_app
 from millrace.connectors.prefect.app import LARGEST, STRANGERS, PrefectLogin, RetryRefused, guarded
 

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.connectors.trainers.rank import HeldOutSample, Rank, RankState
-from millrace.core.contracts.step_request import StepRequest
-from millrace.core.contracts.task_records import StepMetrics
+from millrace.core.contracts.task_records import StepMetrics, StepRequest
 from tests.connectors.rank_contract.conftest import UnderContract
 from tests.support.bigram_rank import BigramRank
 from tests.support.trainer_ranks import Group, RankFailedError, samples, write_batch

@@ -14,16 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from millrace.connectors.ray import head_watch
-from millrace.connectors.ray.head_watch import HeadWatch, answers, silent, stays_silent
+from millrace.connectors.ray import head
+from millrace.connectors.ray.head import HeadWatch, answers, silent, stays_silent
 
 SLEEPS = "import time; print(flush=True); time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_watch, "ASK_S", 0.2)
-    monkeypatch.setattr(head_watch, "PAUSE_S", 0.01)
+    monkeypatch.setattr(head, "ASK_S", 0.2)
+    monkeypatch.setattr(head, "PAUSE_S", 0.01)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_server_answers_and_a_shut_port_or_one_that_takes_and_says_nothing_doe
     served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(head_watch, "ASK_S", 60)  # one look is enough for a server, however busy the host
+        patch.setattr(head, "ASK_S", 60)  # one look is enough for a server, however busy the host
         assert answers(served)
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # as the kernel does for a process that stands still
         assert not answers(f"127.0.0.1:{deaf.getsockname()[1]}")
@@ -65,8 +65,8 @@ def test_a_process_that_is_stopped_is_named_and_one_that_goes_on_in_time_is_not(
     os.kill(sleeper.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
     assert f"(process {sleeper.pid}) is stopped" in (stays_silent([], [sleeper.pid]) or "")
-    monkeypatch.setattr(head_watch.time, "sleep", lambda _: os.kill(sleeper.pid, signal.SIGCONT))
-    monkeypatch.setattr(head_watch, "LOOKS", 10_000)
+    monkeypatch.setattr(head.time, "sleep", lambda _: os.kill(sleeper.pid, signal.SIGCONT))
+    monkeypatch.setattr(head, "LOOKS", 10_000)
     assert stays_silent([], [sleeper.pid]) is None
 
 

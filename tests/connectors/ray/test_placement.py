@@ -17,7 +17,7 @@ from millrace.connectors.host.own_addresses import NAMES
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ConfigError
-from millrace.tasks.runtime.network_check import check_network
+from millrace.tasks.runtime.cluster import check_network
 from tests.support.held_parts import Counter
 from tests.support.ray_nodes import RayNodes, ray_nodes, token_of
 

@@ -17,7 +17,7 @@ from ray._private import client_mode_hook
 from millrace.connectors.ray import actors, client, cluster, placement
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ConfigError, TrainerError
-from millrace.tasks.runtime.network_check import check_network
+from millrace.tasks.runtime.cluster import check_network
 from tests.support.held_parts import Counter
 from tests.support.ray_nodes import RayNodes, token_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.connectors.ray import cluster, head_folder
+from millrace.connectors.ray import cluster, head
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.flows.preflight.check_machine import check_machine
@@ -63,7 +63,7 @@ def test_a_record_that_cannot_be_read_is_named_and_its_remedy_works(home: Path) 
 
 def test_a_pager_of_a_heads_log_and_anothers_folder_stay(home: Path) -> None:
     folder = Path(os.environ["RAY_TMPDIR"])
-    log, other = folder / f"{head_folder.prefix()}abc" / "raylet.out", folder / "millrace-ray-0-other"
+    log, other = folder / f"{head.prefix()}abc" / "raylet.out", folder / "millrace-ray-0-other"
     log.parent.mkdir()
     other.mkdir()
     log.touch()
@@ -122,10 +122,10 @@ def test_a_ray_folder_too_long_for_its_sockets_is_named_before_anything_starts(
         "data": {"sources": [{"path": "t"}]},
     }
     config = RunConfig.model_validate(values)
-    most = head_folder.SOCKET_BYTES - len(f"/{head_folder.prefix()}0000{head_folder.SOCKET}")
+    most = head.SOCKET_BYTES - len(f"/{head.prefix()}0000{head.SOCKET}")
     with tempfile.TemporaryDirectory(prefix="r") as short:
         monkeypatch.setenv("RAY_TMPDIR", short + "/" + "x" * (most - len(short) - 1))
-        head_folder.check_length()
+        head.check_length()
         assert not [problem for problem in check_machine(config) if problem.field == "RAY_TMPDIR"]
         long = os.environ["RAY_TMPDIR"] + "x"
         monkeypatch.setenv("RAY_TMPDIR", long)

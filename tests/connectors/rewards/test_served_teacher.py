@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from millrace.connectors.http.posting import RefusedError, UnreachableError, UnreadableError
 from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.connectors.teachers.teacher_tokenizer import UnprovenError, differing_text
-from millrace.core.config.algorithm.teacher import TeacherServer as Settings
+from millrace.core.config.algorithm.section import TeacherServer as Settings
 from millrace.core.errors import ConfigError
 from millrace.tasks.scoring.teacher_scores import ask_teacher
 from tests.support.engine_process import CLOSE, embedded_engine, reference_logits, reference_logprobs

@@ -12,8 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from millrace.connectors.engines.client import GenerateRequest, OutputTokens
-from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.request_ids import request_id
+from millrace.connectors.engines.dispatcher import Dispatcher, request_id
 from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError, EngineLostError

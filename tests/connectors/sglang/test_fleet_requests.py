@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.connectors.engines.client import GenerateRequest
-from millrace.connectors.engines.request_ids import new_sender, request_id
+from millrace.connectors.engines.dispatcher import new_sender, request_id
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 from tests.support.fleets import (
     LONG,

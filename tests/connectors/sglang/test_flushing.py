@@ -15,7 +15,7 @@ from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.dispatching.flushing import Flush
 from millrace.connectors.engines.dispatching.pieces import NOTHING, joined
 from millrace.connectors.engines.sglang.client import SglangClient
-from millrace.connectors.engines.sglang.wire.stream import StreamedAnswer
+from millrace.connectors.engines.sglang.wire.answer_body import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate
 from tests.connectors.sglang.test_updates_amid_requests import assert_made_by, open_dispatcher, params
 from tests.support.engine_process import CLOSE

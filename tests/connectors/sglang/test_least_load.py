@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from millrace.connectors.engines.dispatching.least_load import LeastLoad, until_changed
+from millrace.connectors.engines.dispatcher import LeastLoad, until_changed
 from millrace.connectors.engines.sglang.client import SglangClient
 
 

@@ -13,12 +13,11 @@ from prefect.results import ResultStore
 from millrace.connectors.prefect.record_storage import RecordStorage
 from millrace.connectors.storage import lease as leases
 from millrace.connectors.storage.files import move_file
-from millrace.connectors.storage.lease import Lease, PassedLease
+from millrace.connectors.storage.lease import Lease, PassedLease, take_over
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import list_notes, list_parts, read_parts, write_part
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
-from millrace.connectors.storage.takeovers import take_over
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import CorruptFileError, LeaseHeldError, StorageError

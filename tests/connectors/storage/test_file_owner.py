@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from millrace.connectors.storage.conditional import RUN, check_seal, sealed
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.storage.sealed import RUN, check_seal, sealed
 from millrace.core.errors import CorruptFileError, StorageError
 
 RECORD = "results/rollout.json"

@@ -15,7 +15,7 @@ import pytest
 
 from millrace.connectors.storage.changes import CHANGES
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
-from millrace.connectors.storage.lease import Lease, PassedLease
+from millrace.connectors.storage.lease import Lease, PassedLease, take_over
 from millrace.connectors.storage.parts import (
     list_notes,
     list_parts,
@@ -25,7 +25,6 @@ from millrace.connectors.storage.parts import (
 )
 from millrace.connectors.storage.run_folder import DRAWN, RunFolder
 from millrace.connectors.storage.store import Store
-from millrace.connectors.storage.takeovers import take_over
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import LeaseHeldError

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from millrace.connectors.host.page_policy import HEADER, POLICY, SOURCES, OwnAddressesOnly
+from millrace.connectors.host.local_server import HEADER, POLICY, SOURCES, OwnAddressesOnly
 
 # none of them is an address that another machine has
 INSIDE = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.algorithms import aggregate
-from millrace.core.algorithms.packed import spread
+from millrace.core.algorithms.aggregate import spread
 from millrace.core.config.algorithm import Algorithm
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from millrace.core.algorithms import aggregate, importance, losses
+from millrace.core.algorithms.aggregate import spread
 from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.objective import Objective, check_on_policy, derived
-from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.contracts.token_batch import TokenBatch

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from millrace.core.algorithms import importance
 from millrace.core.algorithms.ages import LAST_AGE, age_metrics, measured, ratio_metrics
-from millrace.core.algorithms.aggregate import sample_weights
+from millrace.core.algorithms.aggregate import sample_weights, spread
 from millrace.core.algorithms.objective import Objective, derived
-from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.contracts.token_batch import TokenBatch
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from millrace.core.algorithms.reward_shaping import add_overlong_penalty, overlong_penalty
+from millrace.core.algorithms.group_advantages import add_overlong_penalty, overlong_penalty
 from millrace.core.config.algorithm import Overlong
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config.plan import make_plan, parameters_of_rank
-from millrace.core.config.plan.disk import BYTES_PER_LOGPROB
+from millrace.core.config.plan.memory import BYTES_PER_LOGPROB
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.run_config import RunConfig
 from millrace.core.families.architecture import architecture

@@ -11,7 +11,7 @@ import pytest
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config.data import Source
-from millrace.core.contracts.rows.own_sampling import own_sampling
+from millrace.core.contracts.rows.chat_options import own_sampling
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, parse_row
 from millrace.flows.preflight.first_rows import CheckedRows
 from millrace.tasks.data.rows import UsablePrompt, tokenised

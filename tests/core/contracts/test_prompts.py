@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.core.contracts.rows.messages import LossOn
 from millrace.core.contracts.rows.prompts import (
     EXCERPT,
     PromptRow,
@@ -22,7 +23,6 @@ from millrace.core.contracts.rows.prompts import (
     source_changes,
     value_at,
 )
-from millrace.core.contracts.rows.trained_messages import LossOn
 
 
 @dataclass

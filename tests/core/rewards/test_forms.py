@@ -73,7 +73,7 @@ def test_a_mixture_weighs_parts_of_every_form_and_keeps_them() -> None:
         {"function": "millrace.core.rewards.text:contains", "weight": -1},
         f"{FORMS}:hostile",
     ]
-    scored = score_sample("millrace.core.rewards.mixture:mixture", {"parts": parts}, row("xyz"))
+    scored = score_sample("millrace.core.rewards.format:mixture", {"parts": parts}, row("xyz"))
     assert scored["reward"] == 0.5 * 6 - 1 + 3
     assert scored["parts"].pop("length.made") >= 1
     assert scored["parts"] == {"length": 6.0, "contains": 1.0, "hostile": 3.0}
@@ -90,7 +90,7 @@ def test_a_mixture_weighs_parts_of_every_form_and_keeps_them() -> None:
 )
 def test_a_part_of_another_form_is_named(part: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=rf"reward.options.parts.0.*{said}"):
-        score_sample("millrace.core.rewards.mixture:mixture", {"parts": [part]}, row("x"))
+        score_sample("millrace.core.rewards.format:mixture", {"parts": [part]}, row("x"))
 
 
 def test_a_mixture_keeps_texts_and_the_first_answer() -> None:
@@ -99,7 +99,7 @@ def test_a_mixture_keeps_texts_and_the_first_answer() -> None:
         "millrace.core.rewards.text:exact_match",
         "millrace.core.rewards.format:finished",
     ]
-    scored = score_sample("millrace.core.rewards.mixture:mixture", {"parts": parts}, row("it is 7.0"))
+    scored = score_sample("millrace.core.rewards.format:mixture", {"parts": parts}, row("it is 7.0"))
     assert scored["answer"] == "it is 7.0"
     assert scored["parts"]["length_in_words.words"] == "9 letters"
 
@@ -107,7 +107,7 @@ def test_a_mixture_keeps_texts_and_the_first_answer() -> None:
 def test_two_parts_of_one_name_are_refused() -> None:
     parts = [f"{FORMS}:hostile", f"{FORMS}:hostile"]
     with pytest.raises(ConfigError, match="give each part its own name"):
-        score_sample("millrace.core.rewards.mixture:mixture", {"parts": parts}, row("x"))
+        score_sample("millrace.core.rewards.format:mixture", {"parts": parts}, row("x"))
 
 
 def test_slimes_signature_is_called_with_arguments_and_a_sample() -> None:

@@ -18,7 +18,7 @@ import pytest
 import millrace
 from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.hub import ifbench, ifeval
-from millrace.core.rewards.hub.instructions import LONGEST, SCORES, answer_of, follows_nothing
+from millrace.core.rewards.hub.ifeval import LONGEST, SCORES, answer_of, follows_nothing
 from millrace.core.rewards.math import equal
 
 SIZE, SMALLER = 16_000, 2_000  # characters; what reads the end of a text alone reads more than these

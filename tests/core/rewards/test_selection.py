@@ -16,7 +16,7 @@ data: {sources: [{name: sums, path: s.jsonl, reward: "mine:sums"}, {name: other,
 evaluation: {sets: [{name: sums, path: t.jsonl, reward: {function: "mine:test", options: {x: 1}}}]}
 reward:
   function: mine:score
-  named: {code: "mine:code", both: {function: "millrace.core.rewards.mixture:mixture", options: {parts: PARTS}}}
+  named: {code: "mine:code", both: {function: "millrace.core.rewards.format:mixture", options: {parts: PARTS}}}
 """
 PARTS = "[{function: 'mine:a', weight: 2}, {function: 'mine:b'}, 'mine:c', {weight: 1}]"
 
@@ -56,7 +56,7 @@ def test_every_reward_is_listed_with_the_parts_of_mixtures() -> None:
     assert found == {
         "reward": "mine:score",
         "reward.named.code": "mine:code",
-        "reward.named.both": "millrace.core.rewards.mixture:mixture",
+        "reward.named.both": "millrace.core.rewards.format:mixture",
         "reward.named.both.options.parts.0": "mine:a",
         "reward.named.both.options.parts.1": "mine:b",
         "reward.named.both.options.parts.2": "mine:c",

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import Metadata
 
-from millrace.connectors.trainers.megatron.checkpoint.collective import on_every_rank
 from millrace.connectors.trainers.megatron.checkpoint.file_writer import WriteTask, Written
+from millrace.connectors.trainers.megatron.checkpoint.folders import on_every_rank
 from millrace.connectors.trainers.megatron.checkpoint.host_copy import HostCopy, HostMemory
 from millrace.connectors.trainers.megatron.learner import Learner
 from millrace.connectors.trainers.megatron.process.memory_errors import check_host_memory

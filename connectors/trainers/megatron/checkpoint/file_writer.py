@@ -1,6 +1,8 @@
-"""Writes one rank's part of a checkpoint from its copy in memory, and hashes the files meanwhile.
+"""Writes one rank's part of a checkpoint from its copy in memory, in the calling thread, and hashes the files meanwhile.
 
-Owns torch's file format. Knows nothing of processes, nor of other ranks.
+Owns torch's file format. Knows nothing of processes, nor of other ranks. megatron's own writer starts a manager process and forks
+a process per file: that takes seconds even for a small checkpoint, and the forked process has running communication threads. The
+files are the same.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import io
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,14 +21,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from torch.distributed.checkpoint import FileSystemWriter, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, WriteResult
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.checkpoint.host_copy import HostCopy, Offset, tensor_at
+from millrace.core.errors import StorageError
 
 # A file goes to the disk in pieces of this size, at most two of them in memory. Otherwise other writes would queue behind the
 # whole checkpoint, and its pages would evict others. Four ranks write 16 files: with pieces of 4 MiB a small file waited 0.2 to
@@ -166,3 +178,38 @@ def _forget(descriptor: int, part: slice) -> None:
     """Let the system drop cached pages that are on disk. Errors are ignored."""
     if hasattr(os, "posix_fadvise") and part.stop > part.start:
         os.posix_fadvise(descriptor, part.start, part.stop - part.start, os.POSIX_FADV_DONTNEED)
+
+
+class SynchronousSave(TorchDistSaveShardedStrategy):
+    """The torch_dist strategy with PyTorch's plain file writer: one file per rank, synced to disk.
+
+    writer: replaces PyTorch's file writer.
+    """
+
+    def __init__(self, backend: str, version: int, writer: FileSystemWriter | None = None) -> None:
+        super().__init__(backend, version)
+        self._writer = writer
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any, **__: Any) -> None:
+        """Write this rank's shards; every rank must call it. Raises StorageError on all ranks if one fails."""
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=False,
+            flatten_state_dict=False,
+            can_run_decentralized_global_plan=False,
+        )
+        try:
+            save(
+                mcore_to_pyt_state_dict(by_key, False),
+                storage_writer=self._writer or FileSystemWriter(checkpoint_dir),
+                planner=planner,
+            )
+        except CheckpointException as error:  # raised on every rank if any rank fails
+            cause = next((failure for failure, _ in error.failures.values()), error)
+            # PyTorch's error does not say that the disk is full
+            free = shutil.disk_usage(checkpoint_dir).free / 2**20
+            raise StorageError(
+                f"cannot write the checkpoint; its disk has {free:,.0f} MiB free: {cause}",
+                where=str(checkpoint_dir),
+                remedy="free space or repair the disk and start again; nothing committed is lost",
+            ) from error

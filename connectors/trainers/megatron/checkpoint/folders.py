@@ -1,22 +1,50 @@
 """The local folder that a rank saves to and loads from, and the transfer of files to and from object stores.
 
-Owns which rank transfers which file. Knows nothing of what the files hold.
+Owns which rank transfers which file, and the calls that all ranks make together: one rank's failure is raised on every rank, so
+that no rank waits for it. Knows nothing of what the files hold.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.store import Store
-from millrace.connectors.trainers.megatron.checkpoint.collective import on_every_rank, on_rank_0
+from millrace.core.errors import MillraceError, StorageError
+
+Result = TypeVar("Result")
+
+
+def on_every_rank(call: Callable[[], Result]) -> list[Result]:
+    """The results of every rank's call, in rank order."""
+    result: Result | None = None
+    failure: MillraceError | None = None
+    try:
+        result = call()
+    except (MillraceError, OSError) as error:
+        failure = error if isinstance(error, MillraceError) else StorageError(str(error))
+    outcomes: list[tuple[Result, MillraceError | None] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, failure))
+    results = []
+    for outcome in outcomes:
+        assert outcome is not None
+        if outcome[1] is not None:
+            raise outcome[1]
+        results.append(outcome[0])
+    return results
+
+
+def on_rank_0(call: Callable[[], Result]) -> Result:
+    """The result of rank 0's call, on every rank."""
+    results = on_every_rank(lambda: call() if dist.get_rank() == 0 else None)
+    return cast(Result, results[0])
 
 
 @contextlib.contextmanager

@@ -22,15 +22,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.checkpoint.background import BackgroundWriter, Begun
-from millrace.connectors.trainers.megatron.checkpoint.collective import on_every_rank, on_rank_0
-from millrace.connectors.trainers.megatron.checkpoint.folders import read_folder, store_files, write_folder
+from millrace.connectors.trainers.megatron.checkpoint.file_writer import SynchronousSave
+from millrace.connectors.trainers.megatron.checkpoint.folders import (
+    on_every_rank,
+    on_rank_0,
+    read_folder,
+    store_files,
+    write_folder,
+)
 from millrace.connectors.trainers.megatron.checkpoint.host_copy import CopyingWriter
 from millrace.connectors.trainers.megatron.checkpoint.stored_metadata import (
     LOAD_ANOTHER,
     as_data,
     read_metadata,
 )
-from millrace.connectors.trainers.megatron.checkpoint.writer import SynchronousSave
 from millrace.connectors.trainers.megatron.learner import Learner
 from millrace.connectors.trainers.megatron.patches import checkpoints_read_as_data
 from millrace.core.contracts.task_records import StepMetrics

@@ -29,7 +29,7 @@ from millrace.connectors.trainers.megatron.model.layers import (
 from millrace.connectors.trainers.megatron.model.router_losses import LossRouter, RouterLosses
 from millrace.connectors.trainers.megatron.model.transformer_config import transformer_config
 from millrace.core.config import RunConfig
-from millrace.core.config.megatron_options.moe_losses import moe_losses
+from millrace.core.config.megatron_options.transformer import moe_losses
 from millrace.core.families.architecture import architecture
 
 

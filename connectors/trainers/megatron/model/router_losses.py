@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.attention import PackBounds
-from millrace.core.config.megatron_options.moe_losses import MoELosses
+from millrace.core.config.megatron_options.transformer import MoELosses
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 

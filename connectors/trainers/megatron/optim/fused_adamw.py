@@ -15,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron import patches
-from millrace.connectors.trainers.megatron.optim.parts import parts_of
+from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.optim.parts import parts_of
+from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
 from millrace.connectors.trainers.megatron.process.memory_errors import out_of_host_memory, ran_out
 
 

@@ -16,7 +16,7 @@ from millrace.connectors.trainers.megatron.optim.parameter_state import (
     bytes_saved,
     sharded_parameter_state,
 )
-from millrace.connectors.trainers.megatron.optim.parts import parts_of
+from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 

@@ -9,8 +9,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from millrace.connectors.trainers.megatron.optim.parts import parts_of
 from millrace.core.replay import StepNumbers
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The chained optimizers, one per kind of parameters, or the optimizer itself if megatron chains none."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
 
 # entries of a parameter group that are replaced, if the group has them
 GROUP_NUMBERS = ("lr", "betas", "eps", "weight_decay")
