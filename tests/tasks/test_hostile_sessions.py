@@ -25,6 +25,7 @@ DEADLINE_S = 60  # of the whole batch, on a busy machine
 GOOD = 3  # neighbours
 SLOW = f"gave no answer within {TIMEOUT_S} s"
 HANGS = f"no answer within rollout.session.timeout_s = {TIMEOUT_S} s"
+MANY = "it started more than rollout.session.max_processes = 64 processes"  # in two seconds, unless the machine is busy
 TOOLS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     # what a tool does: the end of its rollout, and what the policy is shown, or the reason
     "raises": ("completed", "tool failed: KeyError in hostile_code.py"),
@@ -33,7 +34,7 @@ TOOLS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     # on a busy machine the process is ended before it answers
     "loops_for_ever": ("completed", (f"tool {SLOW}", f"tool failed: {HANGS}")),
     "hangs_in_c": ("completed", f"tool failed: {HANGS}"),
-    "forks": ("completed", "tool failed: it started more than rollout.session.max_processes = 64 processes"),
+    "forks": ("completed", (f"tool failed: {MANY}", f"tool failed: {HANGS}")),
     "ends_the_process": ("completed", "tool failed: its process ended itself with exit code 5"),
 }
 ENVIRONMENTS = {
@@ -43,7 +44,7 @@ ENVIRONMENTS = {
     "loops_for_ever": HANGS,
     "hangs_in_c": HANGS,
     "sleeps": f"no answer within|{SLOW}",
-    "forks": "it started more than rollout.session.max_processes = 64 processes",
+    "forks": f"{MANY}|{HANGS}",
     "ends_the_process": "its process ended itself with exit code 5",
     "no_text": "TypeError: an environment returns an Observation, text or Done, not bytes",
 }
@@ -149,10 +150,12 @@ def of_module(tools: list[str] | None = None, **forms: tuple[str, dict[str, Any]
 async def test_a_thousand_turns_end_at_the_limit_while_the_rest_of_the_batch_goes_on(
     make_place: Callable[..., Place], form: str
 ) -> None:
+    # 200,000 tokens take minutes, and on a busy machine a process that others wait for is silent for more than two seconds
+    longest = {"max_turns": 1000, "max_tokens": 200_000, "timeout_s": 60}
     if form == "tools":  # the policy calls and calls
-        place = make_place(CALL % ("add", '{"a": 1, "b": 2}'), tools=["add"], max_turns=1000)
+        place = make_place(CALL % ("add", '{"a": 1, "b": 2}'), tools=["add"], **longest)
     else:
-        place = make_place("one", environment=("Countdown", {"steps": 10_000}), max_turns=1000)
+        place = make_place("one", environment=("Countdown", {"steps": 10_000}), **longest)
     bad, *others = await asyncio.gather(*(rollout(place, number, False, 200_000) for number in range(3)))
     assert (bad.turns, bad.status) == (1000, "truncated")
     assert bad.reason == "rollout.session.max_turns = 1000"
