@@ -25,7 +25,7 @@ from millrace.core.contracts.task_records import (
 )
 from millrace.core.contracts.topics import EvaluationTopic
 from millrace.core.sharding import WHOLE, Share
-from millrace.tasks.batching.landed_parts import LandedParts
+from millrace.tasks.batching.row_sources import LandedParts
 from millrace.tasks.stream import STREAMED, Kind, Stream
 from millrace.tasks.times import Times
 

@@ -13,8 +13,7 @@ from collections import Counter
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.core.accounts.buffer import HeldGroups, reach
-from millrace.core.accounts.buffer_choice import chosen
+from millrace.core.accounts.buffer import HeldGroups, chosen, reach
 from millrace.core.accounts.curriculum import source_and_level
 from millrace.core.accounts.ledger import Draw
 from millrace.core.accounts.selection import drawn

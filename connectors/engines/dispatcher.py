@@ -24,8 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.connectors.engines.client import EngineClient, GenerateRequest, Generation
-from millrace.connectors.engines.dispatching.flushing import Flush, Parts
-from millrace.connectors.engines.dispatching.pieces import NOTHING, joined, shortened
+from millrace.connectors.engines.dispatching.pieces import NOTHING, Flush, Parts, joined, shortened
 from millrace.core.errors import EngineError, EngineLostError
 
 Engines = list[EngineClient]

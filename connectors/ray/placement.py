@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from millrace.connectors.ray.cluster import asked
 from millrace.core.config import RunConfig
-from millrace.core.config.plan.resource_layout import ResourceLayout, resource_layout
+from millrace.core.config.plan.layout import ResourceLayout, resource_layout
 from millrace.core.errors import ActorLostError, ConfigError
 
 log = logging.getLogger(__name__)

@@ -55,15 +55,12 @@ def derived_seed(seed: int, *parts: str | int) -> int:
     return int(digest("seed", seed, *parts), 16) & ((1 << SEED_BITS) - 1)
 
 
-def sample_seed(
-    seed: int, iteration: int, prompt: str, ordinal: int, index: int, *, seed_name: str = ""
-) -> int:
+def sample_seed(seed: int, iteration: int, prompt: str, ordinal: int, index: int) -> int:
     """Sampling seed of sample `index` of a draw; within 31 bits, as engines take it.
 
-    `prompt` and `ordinal` name the draw, as for `group_id`. No seed of a run depends on the run's name: `seed_name` is
-    empty in every run.
+    `prompt` and `ordinal` name the draw, as for `group_id`. No seed of a run depends on the run's name.
     """
-    place = sample_id(group_id(seed_name, iteration, prompt, ordinal), index)
+    place = sample_id(group_id("", iteration, prompt, ordinal), index)
     return derived_seed(seed, "sample", place) & 0x7FFFFFFF
 
 

@@ -19,8 +19,7 @@ import fsspec
 from millrace.connectors.engines.sglang.server_args import PYTHON_PATH, server_args
 from millrace.connectors.storage.sources.locate import is_absent
 from millrace.connectors.storage.store import Store
-from millrace.core.config import RunConfig
-from millrace.core.config import all_rules as rules
+from millrace.core.config import RunConfig, rules
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.references import references
 from millrace.core.errors import StorageError

@@ -35,7 +35,7 @@ from millrace.core.config.plan import (
     visible_gpus,
     weights_on_disk,
 )
-from millrace.core.config.plan.resource_layout import resource_layout
+from millrace.core.config.plan.layout import resource_layout
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.architecture import Architecture

@@ -12,15 +12,14 @@ from functools import partial
 import pyarrow as pa
 
 from millrace.connectors.storage.files import in_threads
-from millrace.core.accounts.buffer_choice import spread
+from millrace.core.accounts.buffer import spread
 from millrace.core.accounts.staleness import admissible, oldest_versions
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import MissingFileError
-from millrace.tasks.batching.landed_parts import LandedParts
 from millrace.tasks.batching.reused_groups import Reuse
-from millrace.tasks.batching.row_sources import RowKey, RowSources
+from millrace.tasks.batching.row_sources import LandedParts, RowKey, RowSources
 from millrace.tasks.context import IterationContext
 from millrace.tasks.scoring.scored_group import ScoredGroup
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from millrace.connectors.engines.client import NO_TOKENS, Generation
-from millrace.connectors.engines.dispatching.flushing import Flush
+from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.rows.chat_options import own_sampling
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from millrace.connectors.engines.client import NO_TOKENS, Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.dispatching.flushing import Flush
-from millrace.connectors.engines.dispatching.pieces import ended_at_stop, shortened
+from millrace.connectors.engines.dispatching.pieces import Flush, ended_at_stop, shortened
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling

@@ -36,7 +36,6 @@ class Prompts:
         self._ledger: Ledger | None = None
         self._data_since = 0
         self._whole: frozenset[str] = frozenset()
-        self.seed_name = ""  # seeds of samples are derived from it; empty in every run
         self.tokenizer_kind: str | None = None  # kind of the driver's tokenizer, in its shards
         self.ahead = Ahead()  # how many iterations may be open ahead; from run.json
 
@@ -75,20 +74,9 @@ class Prompts:
         assert self._ledger is None, "the ledger has drawn already"
         self._data_since = iteration
 
-    def use_seed_name(self, name: str) -> None:
-        """Set the name that sample seeds are derived from."""
-        self.seed_name = name
-
     def sample_seed(self, group: DrawnGroup, index: int) -> int:
         """Sampling seed of a sample of a drawn group."""
-        return sample_seed(
-            self.config.run.seed,
-            group.iteration,
-            group.prompt_id,
-            group.ordinal,
-            index,
-            seed_name=self.seed_name,
-        )
+        return sample_seed(self.config.run.seed, group.iteration, group.prompt_id, group.ordinal, index)
 
     def use_ahead(self, ahead: Ahead) -> None:
         """Set how many iterations may be open ahead, from run.json. It must not change for drawn iterations."""

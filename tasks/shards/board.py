@@ -196,7 +196,6 @@ class Facts:
     folder: str  # that the driver works in
     token: int  # of its lease
     run_id: str
-    seed_name: str
     tokenizer_kind: str
 
 
@@ -408,6 +407,5 @@ class BoardKeeper:
             folder=os.getcwd(),
             token=self.token,
             run_id=self._run_id,
-            seed_name=self._prompts.seed_name,
             tokenizer_kind=self._prompts.tokenizer.kind,
         )

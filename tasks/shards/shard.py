@@ -373,7 +373,6 @@ def _build(facts: Facts) -> Runtime:
     store = runtime.run_folder.store
     store.fence = PassedLease(Store(store.url), facts.token)
     runtime.run_folder.owner.drive_as(facts.run_id)
-    runtime.prompts.use_seed_name(facts.seed_name)
     runtime.prompts.tokenizer_kind = facts.tokenizer_kind
     _ = runtime.prompts.tokenizer  # takes a second to import, and any process may be the next to generate
     use_few_heaps()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.config.plan.resource_layout import Slot, resource_layout
+from millrace.core.config.plan.layout import Slot, resource_layout
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:

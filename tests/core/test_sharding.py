@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.config.all_rules import problems
+from millrace.core.config.rules import problems
 from millrace.core.sharding import WHOLE, PlacedShare, Share, in_shards, not_in_shards, shares
 
 A, B, C = "node a", "node b", "node c"

@@ -14,8 +14,8 @@ import pytest
 from millrace.connectors.trainers.megatron import comparison
 from millrace.core import logprob_gap
 from millrace.core.config import RunConfig
-from millrace.core.config.all_rules import problems
 from millrace.core.config.reading.load import load_config
+from millrace.core.config.rules import problems
 from millrace.flows.driver.same_run import refused_in_branch, refused_in_run
 
 TEXT = """

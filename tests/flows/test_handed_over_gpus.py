@@ -25,10 +25,10 @@ if sys.platform != "linux":
 SHARED = """
 import asyncio, sys
 from millrace.core.config.reading.load import load_config
-from millrace.core.config.all_rules import placement
+from millrace.core.config import rules
 from millrace.flows.train import train
-problems = placement.problems
-placement.problems = lambda config: (one for one in problems(config) if "no GPUs are shared" not in one.reason)
+problems = rules.placement_problems
+rules.placement_problems = lambda config: (one for one in problems(config) if "no GPUs are shared" not in one.reason)
 result = asyncio.run(train(load_config(sys.argv[2], sys.argv[3:])))
 print(result["did"], "iterations now")
 """

@@ -41,7 +41,7 @@ ROWS = {
         "asyncio.shield(asyncio.to_thread(self.engine.withdraw, requests))": SERVER,
         "queue.get": SERVER,
     },
-    "connectors/engines/embedded/weight_group.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
+    "connectors/engines/embedded/weight_routes.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
     "connectors/trainers/megatron/checkpoint/background.py": {
         "self._thread.join": "it follows the writer, and ends it where that writes nothing",
         "waiting.communicate": "of a process that was killed a line above, before it had a task",
@@ -182,7 +182,7 @@ ROWS = {
     "tasks/runtime/tracking.py": {"time.sleep": COUNTED},
     "tasks/runtime/trainer.py": {"self._cluster.join": INSIDE},
     "tasks/batching/eager_passes.py": {"stream.wait": INSIDE},
-    "tasks/batching/landed_parts.py": {"stream.wait": INSIDE},
+    "tasks/batching/row_sources.py": {"stream.wait": INSIDE},
     "tasks/batching/batch_selection.py": {"ctx.stream.wait": INSIDE},
     "tasks/generation/single_samples.py": {
         "async with self._places": REQUEST,

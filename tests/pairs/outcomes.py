@@ -15,9 +15,9 @@ from functools import cache
 from itertools import combinations
 from typing import Any, Literal
 
-from millrace.core.config.all_rules import problems
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reading.load import validate
+from millrace.core.config.rules import problems
 from tests.pairs.features import BASE, FEATURES
 from tests.pairs.idle import idle
 

@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from millrace.core.config.all_rules import between_fields
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.section import models
 from millrace.core.config.plan.without_effect import idle_because
 from millrace.core.config.reading.load import validate
 from millrace.core.config.reading.overrides import apply
+from millrace.core.config.rules import between_fields
 from millrace.core.config.run_config import RunConfig
 from millrace.flows.driver.rollouts_source import MADE_BY
 from tests.support.settings_table import ROWS

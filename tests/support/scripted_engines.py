@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.dispatching.flushing import Flush
+from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.core.errors import EngineError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.connectors.engines.client import Generation
-from millrace.connectors.engines.dispatching.flushing import Flush
+from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.session_pool import SessionPool

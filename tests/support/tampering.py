@@ -172,7 +172,7 @@ def another(run: Path, path: str) -> bytes:
             return elsewhere.read_bytes()
     if name.endswith(".json"):
         content = json.loads((run / path).read_text())
-        return json.dumps({**content, "data": [], "seed_name": "another", "eos_token_id": 3}).encode()
+        return json.dumps({**content, "data": [], "eos_token_id": 3}).encode()
     return (run / path).read_bytes()[::-1]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millrace.connectors.engines.client import Generation
-from millrace.connectors.engines.dispatching.flushing import Flush
+from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.accounts.token_counts import COLUMNS, account_of

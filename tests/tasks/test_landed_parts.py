@@ -12,8 +12,8 @@ from millrace.connectors.storage.parts import write_part
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError, MissingFileError
-from millrace.tasks.batching import landed_parts
-from millrace.tasks.batching.landed_parts import LandedParts
+from millrace.tasks.batching import row_sources
+from millrace.tasks.batching.row_sources import LandedParts
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
 
@@ -35,11 +35,11 @@ async def followed(landed: LandedParts, paths: list[str]) -> None:
 
 
 # the first is read while there is any room
-@pytest.mark.parametrize(("kept_bytes", "fit"), [(landed_parts.KEPT_BYTES, 3), (1, 1), (0, 0)])
+@pytest.mark.parametrize(("kept_bytes", "fit"), [(row_sources.PART_BYTES, 3), (1, 1), (0, 0)])
 async def test_a_part_is_what_was_stored_and_those_that_fit_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, fit: int
 ) -> None:
-    monkeypatch.setattr(landed_parts, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(row_sources, "PART_BYTES", kept_bytes)
     store = Store(str(tmp_path))
     parts = dict(stored(store, number) for number in range(3))
     landed = LandedParts(store)

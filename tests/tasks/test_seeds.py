@@ -23,19 +23,18 @@ Drawn = list[dict[str, Any]]
 
 @pytest.fixture
 def drawn(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Drawn]:
-    """drawn(run name, seed name): the groups of an iteration, each with its samples' ids and seeds."""
+    """drawn(run name): the groups of an iteration, each with its samples' ids and seeds."""
     build_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(4) for b in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def draw(name: str, seed_name: str = "") -> Drawn:
+    def draw(name: str) -> Drawn:
         config = make_config(
             run={"name": name},
             model={"path": str(tmp_path / "model")},
             data={"sources": [{"name": "sums", "path": str(tmp_path / "train.jsonl")}]},
         )
         runtime = Runtime(config)
-        runtime.prompts.use_seed_name(seed_name)
         groups = draw_groups(IterationContext(runtime, 0), config.rollout.prompts, 6)[0]
         return [
             asdict(group)
@@ -52,12 +51,3 @@ def test_two_runs_of_one_configuration_differ_in_ids_alone(drawn: Callable[..., 
     assert len({seed for group in one for seed in group["seeds"]}) == 32
     for left, right in zip(one, other, strict=True):
         assert {name for name in left if left[name] != right[name]} == {"group_id", "samples"}
-
-
-def test_a_run_whose_seeds_followed_from_its_name_keeps_order_and_seeds(drawn: Callable[..., Drawn]) -> None:
-    """The draws and seeds of the run `old`, as they were before seeds left names."""
-    old = drawn("old", seed_name="old")
-    assert [group["row"] for group in old] == [group["row"] for group in drawn("old")]
-    assert [(group["row"], group["seeds"][0]) for group in old[:3]] == [
-        (13, 620090696), (1, 1617674468), (9, 861560145),
-    ]  # fmt: skip

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from millrace.connectors.engines.client import GenerateRequest, Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.dispatching.flushing import Flush
+from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.core.contracts.ids import tokens_hash
 from millrace.core.contracts.turns import TurnRow

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.connectors.engines.client import Generation
-from millrace.connectors.engines.dispatching.flushing import Flush
+from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer

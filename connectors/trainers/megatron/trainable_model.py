@@ -14,7 +14,7 @@ from torch.nn import Module
 from millrace.connectors.trainers.megatron.model.policy_model import CriticModel, PolicyModel, build_model
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.connectors.trainers.megatron.optim.optimizer import make_optimizer, make_schedule, wrap
-from millrace.connectors.trainers.megatron.optim.optimizer_state import (
+from millrace.connectors.trainers.megatron.optim.parameter_state import (
     bytes_of_optimizer,
     load_optimizer,
     optimizer_state,

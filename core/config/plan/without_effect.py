@@ -1,7 +1,7 @@
 """Which fields of a configuration have no effect in its run, and why. Pure.
 
 A field that is set and ignored is no error: `millrace check` names it with the reason. Contradictions are refused by
-millrace.core.config.all_rules. A test computes this table for every field in every mode.
+millrace.core.config.rules. A test computes this table for every field in every mode.
 """
 
 from __future__ import annotations

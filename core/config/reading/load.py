@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from millrace.core.config import all_rules as rules
+from millrace.core.config import rules
 from millrace.core.config import secret_rules as secrets
 from millrace.core.config.parts.problems import Problem, render_problems
 from millrace.core.config.reading.files import Values, from_folder, parse_values, read_files

@@ -2,7 +2,7 @@
 
 The comparison is a function `compare(first, second, **options)` of two RewardInputs, sync or async: 1 if the first is better, 0
 if the second is, 0.5 if neither; or a RewardResult of that number with texts, which are kept.
-`millrace.connectors.rewards.pairwise_judge:pairwise_judge` asks a model. The pairs depend only on the seed and the prompt: the
+`millrace.connectors.rewards.judge:pairwise_judge` asks a model. The pairs depend only on the seed and the prompt: the
 same group has the same tournament again.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from millrace.connectors.engines.embedded import chat, engine, sampling, server, weight_group, weight_routes
+from millrace.connectors.engines.embedded import chat, engine, sampling, server, weight_routes
 from millrace.connectors.engines.embedded.access import Access
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.sampling import KINDS, SamplingParams
@@ -183,7 +183,7 @@ def test_every_number_has_a_row() -> None:
     assert set(types) == set(KINDS)
     assert {*chat.READ} - set(OTHERS.split()) == set(OF_CHAT)
     read = {*chat.READ}
-    for module in (chat, engine, sampling, server, weight_group, weight_routes):
+    for module in (chat, engine, sampling, server, weight_routes):
         assert module.__file__
         read |= set(_read_of_bodies(ast.parse(Path(module.__file__).read_text())))
     rows = {*OF_GENERATE, *OF_CHAT, *OF_GROUP, *OF_BUCKET}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.connectors.trainers.megatron.model.activation_drop import drop
+from millrace.connectors.trainers.megatron.model.fused import drop
 from tests.support.trainer_ranks import VOCAB, Workers, configuration
 
 TOKENS = 2048

@@ -225,7 +225,7 @@ def test_a_step_made_again_uses_the_numbers_of_its_time_and_the_next_one_those_o
 
 def fill_state(rank: Any) -> None:
     """Give Adam the zeros that its first step makes, so that they can be read before it."""
-    from millrace.connectors.trainers.megatron.optim import optimizer_state as module
+    from millrace.connectors.trainers.megatron.optim import parameter_state as module
 
     for part in rank.optimizer.chained_optimizers:
         module._fill_state(part.optimizer)

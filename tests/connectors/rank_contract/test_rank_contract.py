@@ -197,7 +197,7 @@ def sent(rank: Any) -> dict[str, tuple[tuple[int, ...], bytes]]:
     """The tensors that a process which joined rank 0's group gets, and nothing elsewhere."""
     import torch
 
-    from millrace.connectors.engines.embedded.weight_group import Listed, WeightGroups
+    from millrace.connectors.engines.embedded.weight_routes import Listed, WeightGroups
 
     engine, got = WeightGroups(), dict[str, tuple[tuple[int, ...], bytes]]()
     first = rank.state()["rank"] == 0

@@ -9,8 +9,7 @@ import pytest
 
 from millrace.connectors.http.posting import RefusedError, UnreachableError, UnreadableError
 from millrace.connectors.rewards.http import http
-from millrace.connectors.rewards.judge import judge
-from millrace.connectors.rewards.pairwise_judge import pairwise_judge
+from millrace.connectors.rewards.judge import judge, pairwise_judge
 from millrace.connectors.user_code.pool import WorkerPool
 from millrace.core.errors import ConfigError
 from millrace.core.hooks.protocols import RewardInput

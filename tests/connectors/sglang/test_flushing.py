@@ -12,8 +12,7 @@ import pytest
 
 from millrace.connectors.engines.client import Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
-from millrace.connectors.engines.dispatching.flushing import Flush
-from millrace.connectors.engines.dispatching.pieces import NOTHING, joined
+from millrace.connectors.engines.dispatching.pieces import NOTHING, Flush, joined
 from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.engines.sglang.wire.answer_body import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.accounts.buffer import HeldGroups, reach
-from millrace.core.accounts.buffer_choice import chosen, spread
+from millrace.core.accounts.buffer import HeldGroups, chosen, reach, spread
 from millrace.core.accounts.history import GroupOutcome, IterationHistory
 from millrace.core.accounts.ledger import Ledger
 from millrace.core.config.rollout import Buffer as Settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.config.all_rules import problems
 from millrace.core.config.eager_rules import OF_GROUPS
+from millrace.core.config.rules import problems
 from tests.core.config.test_rules import config
 
 EAGER = "pipeline.eager=true"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.config.all_rules import problems
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.plan.layout import resource_layout
 from millrace.core.config.plan.plan import make_plan
-from millrace.core.config.plan.resource_layout import resource_layout
 from millrace.core.config.reading.load import load_config
+from millrace.core.config.rules import problems
 from millrace.core.config.run_config import RunConfig
 from millrace.flows.preflight.plan_learning import asynchrony
 from millrace.flows.preflight.plan_seen import comparison

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from millrace.core.config.all_rules import problems
 from millrace.core.config.reading.load import validate
 from millrace.core.config.reading.overrides import apply
+from millrace.core.config.rules import problems
 from millrace.core.config.run_config import RunConfig
 
 BASE: dict[str, Any] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from millrace.core.config.all_rules import problems
 from millrace.core.config.rollout import Sampling
+from millrace.core.config.rules import problems
 from millrace.core.config.run_config import RunConfig
 from tests.core.config.test_rules import BASE
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from millrace.core.accounts.staleness import Ahead, admissible
-from millrace.core.config.all_rules import problems
+from millrace.core.config.rules import problems
 from millrace.tasks.context import IterationContext
 from tests.core.config.test_rules import config
 

@@ -24,9 +24,6 @@ def test_ids_and_seeds_are_the_same_for_good() -> None:
     assert group == "1cc766646182be87a45821e0b73cc6f7"
     assert sample == "1cc766646182be87a45821e0b73cc6f7-0002"
     assert ids.sample_seed(0, 3, prompt, 5, 2) == 24532868
-    assert (
-        ids.sample_seed(0, 3, prompt, 5, 2, seed_name="run") == 1314180710
-    )  # as when seeds followed from ids
     assert ids.derived_seed(0, "epoch", "default", 1) == 952782787838147960
 
 

@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model import fused
-from millrace.connectors.trainers.megatron.model.activation_drop import drop
 from millrace.connectors.trainers.megatron.model.attention import PackBounds
+from millrace.connectors.trainers.megatron.model.fused import drop
 from millrace.connectors.trainers.megatron.model.router_losses import LossRouter
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.model.activation_drop import add_product
-from millrace.connectors.trainers.megatron.model.fused import has_kernels
+from millrace.connectors.trainers.megatron.model.fused import add_product, has_kernels
 
 
 class TokenLogprobs(NamedTuple):

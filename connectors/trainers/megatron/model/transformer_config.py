@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron import patches
-from millrace.connectors.trainers.megatron.model.activation_drop import accumulate
+from millrace.connectors.trainers.megatron.model.fused import accumulate
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options.transformer import FIELDS as MOE_LOSS_FIELDS
 from millrace.core.families.architecture import architecture
