@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_type_hints
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-
-Int32 = Annotated[int, pa.int32()]
-Float32 = Annotated[float, pa.float32()]
+# Arrow types are named, not made: a process of rollouts needs these classes, and neither Arrow nor numpy
+Int32 = Annotated[int, "int32"]
+Float32 = Annotated[float, "float32"]
+Figures = Annotated[list[tuple[str, float]], "map<string, float64>"]
+Texts = Annotated[list[tuple[str, str]], "map<string, string>"]
 # a list a row: Python's, or an array of the stored type, which Arrow takes without conversion
-Int8s = Annotated[list[int] | npt.NDArray[np.int8], pa.list_(pa.int8())]
-Int32s = Annotated[list[int] | npt.NDArray[np.int32], pa.list_(pa.int32())]
-Float32s = Annotated[list[float] | npt.NDArray[np.float32], pa.list_(pa.float32())]
-Figures = Annotated[list[tuple[str, float]], pa.map_(pa.string(), pa.float64())]
-Texts = Annotated[list[tuple[str, str]], pa.map_(pa.string(), pa.string())]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Int8s = list[int] | NDArray[np.int8]
+    Int32s = list[int] | NDArray[np.int32]
+    Float32s = list[float] | NDArray[np.float32]
+else:
+    Int8s = Annotated[list, "list<int8>"]
+    Int32s = Annotated[list, "list<int32>"]
+    Float32s = Annotated[list, "list<float32>"]
 JsonText = str  # values of any shape (messages, labels, metadata) are stored as JSON text
 
 Status = Literal["completed", "truncated", "aborted", "failed"]

@@ -27,6 +27,16 @@ from millrace.core.contracts.turns import TurnRow
 from millrace.core.plain_text import whole_values
 
 VERSION = 1
+# by the names that annotations of row classes have
+ARROW_TYPES: dict[str, pa.DataType] = {
+    "int32": pa.int32(),
+    "float32": pa.float32(),
+    "list<int8>": pa.list_(pa.int8()),
+    "list<int32>": pa.list_(pa.int32()),
+    "list<float32>": pa.list_(pa.float32()),
+    "map<string, float64>": pa.map_(pa.string(), pa.float64()),
+    "map<string, string>": pa.map_(pa.string(), pa.string()),
+}
 
 ROWS: dict[str, type[Any]] = {
     "prompts": DrawnGroup,
@@ -56,7 +66,7 @@ def _field(name: str, hint: Any) -> pa.Field:
 
 def _type(hint: Any) -> pa.DataType:
     if get_origin(hint) is Annotated:
-        return hint.__metadata__[0]
+        return ARROW_TYPES[hint.__metadata__[0]]
     if get_origin(hint) is list:
         return pa.list_(_type(get_args(hint)[0]))
     if is_typeddict(hint):
