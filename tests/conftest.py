@@ -1,10 +1,11 @@
-"""An S3 API server, how long a test may take, which modules it leaves, which tests share a process, and that Ctrl-C ends what it starts."""
+"""An S3 API server, how long a test may take, which modules it leaves, which files share a process, and that Ctrl-C ends what it starts."""
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ import pytest
 from tests.support.ctrl_c import heed_ctrl_c
 from tests.support.s3_server import BUCKET, s3_server
 
+# fixtures by folder, of processes that take seconds to start, and a part of a core while they wait
+SHARED = {
+    "engine_contract": ("on", "engine"),  # an embedded engine
+    "flows": ("workplace", "whole"),  # a Prefect server, a Ray head and an undisturbed run
+    "megatron": ("workers",),  # the process that trainer ranks are forked from
+    "ray": ("ray_home", "joined", "head_folder"),  # a Ray head
+    "sglang": ("make_fleet", "routers", "handles"),  # two embedded engines and their routers
+    "sglang_protocol": ("http", "served"),  # an embedded engine
+}
 WHOLE_RUNS_S = 3600  # slow tests wait with patience of their own, which lasts longer on a busy machine
 
 
@@ -24,21 +34,52 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files stay together, and so do all that use the workplace: one Prefect server and one undisturbed run serve them."""
+    """Files stay together, and so do all of a folder that use the same servers: these are started once."""
     from xdist.scheduler.loadfile import LoadFileScheduling
 
-    class OneWorkplace(LoadFileScheduling):
+    class OneOfEachServer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "the workplace" if uses_workplace(config.rootpath / file) else file
+            return shared_servers(config.rootpath / file) or file
 
-    of_a_commit = config.getoption("part_of", None)  # whose order of files holds
-    return OneWorkplace(config, log) if config.getoption("dist") == "loadfile" and not of_a_commit else None
+    if config.getoption("dist") != "loadfile" or config.getoption("part_of", None):
+        return None  # the order of files is a commit's
+    return OneOfEachServer(config, log)
 
 
 @cache
-def uses_workplace(file: Path) -> bool:
-    return file.parent.name == "flows" and bool(re.search(r"\b(workplace|whole): ", file.read_text()))
+def shared_servers(file: Path) -> str | None:
+    """The folder of a file whose tests use what the folder's tests share; None for other files."""
+    folder = file.parent.name
+    names = "|".join(SHARED.get(folder, ()))
+    return folder if names and re.search(rf"\b({names}): ", file.read_text()) else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Servers end with their folder's tests: those that wait for the end of the session take a part of a core.
+
+    A commit's part of the slow tests comes back to a folder, and would start them again.
+    """
+    folder = item.path.parent
+    stays = nextitem is not None and nextitem.path.parent == folder
+    if folder.name not in SHARED or stays or item.config.getoption("part_of", None):
+        return
+    request: Any = getattr(item, "_request")  # noqa: B009 - pytest has no other way to end a fixture early
+    for name in SHARED[folder.name]:
+        for fixture in request._fixturemanager.getfixturedefs(name, item) or ():
+            fixture.finish(request)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays: looking through it for garbage, again and again, would take a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

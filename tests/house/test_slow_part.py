@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import uses_workplace
+from tests.conftest import SHARED, shared_servers
 from tests.slow_part import ordered
 
 ROOT = Path(__file__).parents[2]
@@ -55,8 +55,19 @@ def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path
     assert wrong.returncode == 1, wrong.stdout
 
 
-def test_files_of_the_workplace_share_a_process_and_others_do_not() -> None:
+def test_files_that_use_a_folders_servers_share_a_process_and_others_do_not() -> None:
     """In the default suite: a commit's part keeps the order of its files."""
-    shared = {path.name for path in (ROOT / "tests").rglob("test_*.py") if uses_workplace(path)}
-    assert {"test_kills.py", "test_tampering.py", "test_training_run.py"} <= shared
-    assert not shared & {"test_check.py", "test_installed_project.py", "test_agent_examples.py"}
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" not in path.parts]
+    shared = {folder: {path.name for path in files if shared_servers(path) == folder} for folder in SHARED}
+    assert {"test_kills.py", "test_tampering.py", "test_training_run.py"} <= shared["flows"]
+    assert {"test_actors.py", "test_left_cluster.py"} <= shared["ray"]
+    assert {"test_fleet.py", "test_router.py", "test_flushing.py"} <= shared["sglang"]
+    assert {"test_layouts.py", "test_buckets.py"} <= shared["megatron"]
+    assert all(len(shared[folder]) == 3 for folder in ("engine_contract", "sglang_protocol"))
+    names = set().union(*shared.values())
+    assert not names & {
+        "test_check.py",
+        "test_installed_project.py",
+        "test_agent_examples.py",
+        "test_patches.py",
+    }
