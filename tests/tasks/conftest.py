@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.connectors.user_code import session_pool
+from millrace.connectors.user_code.pool import WorkerPool
 from millrace.core.config import RunConfig
+from millrace.tasks.runtime.scoring import Scoring
 from tests.support.session_place import Engines, Place
 from tests.support.shards_here import GROUPS, SAMPLES
 from tests.support.shards_here import Engine as ShardEngine
@@ -35,6 +37,19 @@ def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
         return RunConfig.model_validate(values)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def credit_pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def one_credit_worker(credit_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs of the tests have their advantages computed in one process: it loads torch, which takes two seconds."""
+    monkeypatch.setattr(Scoring, "credit_worker", credit_pool)
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 from tests.tasks.test_filter import DRAWN, EACH, drawn, rollout, score
 
+pytestmark = pytest.mark.usefixtures("one_credit_worker")
+
 THE_CUT = Cut(trained=["g2", "g3"], deferred={"g0": 1}, returned=["g1"], parts=[])
 MakeConfig = Callable[..., RunConfig]
 

@@ -19,6 +19,8 @@ from tests.support.asked_here import RanksHere
 from tests.support.eager_iteration import EACH, NEED, Iteration
 from tests.support.slow_members import slow_but
 
+pytestmark = pytest.mark.usefixtures("one_credit_worker")
+
 
 class Ranks(RanksHere):
     """Trainer ranks that hold version 1, keep the hash of each chunk's rows and train nothing."""

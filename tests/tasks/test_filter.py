@@ -25,6 +25,8 @@ from millrace.tasks.stream import Stream
 from tests.support.slow_members import slow_but
 from tests.support.stored_samples import drawn_group, sample_of
 
+pytestmark = pytest.mark.usefixtures("one_credit_worker")
+
 DRAWN, EACH = 4, 4
 
 

@@ -24,6 +24,8 @@ from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
 
+pytestmark = pytest.mark.usefixtures("one_credit_worker")
+
 STEP = {"version": 3, "loss": 0.5, "grad_norm": 2.0, "lr": 1e-3, "logprob_gap_max": 0.0}
 NO_SERVER = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}
 HELD_OUT = {"sets": [{"name": "sums", "path": "held_out.jsonl"}]}

@@ -22,6 +22,8 @@ from millrace.tasks.stream import Stream
 from tests.support import failing_rewards
 from tests.support.stored_samples import drawn_group, sample_of
 
+pytestmark = pytest.mark.usefixtures("one_credit_worker")
+
 MakeConfig = Callable[..., RunConfig]
 FUSSY = "tests.support.failing_rewards:fussy"
 GOOD, BAD, SLOW = "good", "bad", "slow"

@@ -30,6 +30,8 @@ from tests.support.engine_process import CLOSE, peaked_model, reference_logits, 
 from tests.support.stored_samples import drawn_group, sample_of
 from tests.support.teacher_server import TeacherServer, teacher_server
 
+pytestmark = pytest.mark.usefixtures("one_credit_worker")
+
 BAD = 77  # the first token of prompts that the teacher fails on
 
 
