@@ -20,7 +20,7 @@ from millrace.flows.driver.iteration_slots import (
     evaluate_untrained,
     lower_ahead,
 )
-from millrace.flows.driver.rollouts_source import train_stored
+from millrace.flows.driver.stored_rollouts import train_stored
 from millrace.tasks.batching.deferred_groups import receive_deferred
 from millrace.tasks.batching.eager_passes import pass_early
 from millrace.tasks.checkpoint import begins_after, checkpoint

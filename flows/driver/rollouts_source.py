@@ -16,16 +16,8 @@ from millrace.core.config.parts.restart import changes
 from millrace.core.config.reading.findings import by_name
 from millrace.core.errors import MillraceError
 from millrace.flows.driver.fingerprints import differences, of_model
-from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.flows.driver.same_run import hashed_in, only_moved, stored_config
 from millrace.flows.driver.stored_run import run_record, settings_of
-from millrace.tasks.checkpoint import checkpoint
-from millrace.tasks.context import IterationContext
-from millrace.tasks.filter import filter_groups
-from millrace.tasks.generation.stored_rollouts import take_rollouts
-from millrace.tasks.publish import publish
-from millrace.tasks.run_recorded import run_recorded
-from millrace.tasks.train_step import train_step
 
 FIELD = "pipeline.rollouts_from"
 MADE_BY = ("run.seed", "model", "data", "rollout", "reward", "algorithm.teacher_server")
@@ -112,14 +104,3 @@ def begun_with(config: RunConfig) -> dict[str, Any]:
     record = run_record(config.storage.root, config.pipeline.rollouts_from)
     own = [record["id"]] if "id" in record else []
     return {"ancestors": [*record.get("ancestors", []), *own]}
-
-
-async def train_stored(ctx: IterationContext, slot: IterationSlot) -> None:
-    """Filter, train, save and publish, from another run's stored rollouts and rewards. No engine serves the weights."""
-    await take_rollouts(ctx)
-    await ctx.stream.release(ctx.released_at_first)
-    await run_recorded(filter_groups, ctx)
-    await run_recorded(train_step, ctx)
-    await slot.reach(Stage.TRAINED)
-    await run_recorded(checkpoint, ctx)
-    await run_recorded(publish, ctx)
