@@ -52,7 +52,8 @@ def shared_servers(file: Path) -> str | None:
     """The folder of a file whose tests use what the folder's tests share; None for other files."""
     folder = file.parent.name
     names = "|".join(SHARED.get(folder, ()))
-    return folder if names and re.search(rf"\b({names}): ", file.read_text()) else None
+    used = rf'\b({names}): |usefixtures\("({names})"'
+    return folder if names and re.search(used, file.read_text()) else None
 
 
 @pytest.hookimpl(trylast=True)

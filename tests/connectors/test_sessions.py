@@ -120,34 +120,34 @@ async def _until_it_ends(pool: SessionPool, begin: Start, driver: Driver) -> End
     raise AssertionError("it was lost five times")
 
 
-ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
-    "add": ({"a": 1, "b": 2}, "3"),
-    "wait": ({"seconds": 0.01}, "waited"),
-    "fail": ({}, "fail failed: KeyError: 'missing' in session_functions.py"),
-    "hoard": ({}, "hoard failed: MemoryError"),
-    "give_bytes": ({}, '{"odd": "b'),
-    "unknown": ({}, "there is no tool unknown; there are add, "),
-}
+ANSWERS: list[tuple[str, dict[str, Any], str]] = [
+    # tool, arguments, how its answer starts
+    ("add", {"a": 1, "b": 2}, "3"),
+    ("wait", {"seconds": 0.01}, "waited"),
+    ("fail", {}, "fail failed: KeyError: 'missing' in session_functions.py"),
+    ("hoard", {}, "hoard failed: MemoryError"),
+    ("give_bytes", {}, '{"odd": "b'),
+    ("unknown", {}, "there is no tool unknown; there are add, "),
+    (
+        "add",
+        {"a": "three", "b": 1},
+        "add does not take these arguments: a: Input should be a valid integer, unable to parse string as an integer",
+    ),
+]
 
 
-@pytest.mark.parametrize("tool", ANSWERS)
-async def test_what_a_tool_gives_or_raises_is_an_answer(make_pool: Make, tool: str) -> None:
-    arguments, answer = ANSWERS[tool]
+async def test_what_a_tool_gives_or_raises_is_an_answer(make_pool: Make) -> None:
+    """In one rollout: it goes on after each of them."""
     driver = Driver()
-    names = [name for name in ANSWERS if name != "unknown"]
-    await make_pool("calls", options={"tool": tool, **arguments}, tools=names).run(start(), driver.handle)
-    (call,) = (request for request in driver.asked if isinstance(request, CallTool))
-    assert (call.tool, call.arguments) == (tool, arguments)
-    assert driver.answers[0].startswith(answer)
-
-
-async def test_arguments_that_a_tool_does_not_take_are_named(make_pool: Make) -> None:
-    driver = Driver()
-    options = {"tool": "add", "a": "three", "b": 1}
-    await make_pool("calls", options=options, tools=["add"]).run(start(), driver.handle)
-    assert driver.answers == [
-        "add does not take these arguments: a: Input should be a valid integer, unable to parse string as an integer"
-    ]
+    names = sorted({name for name, _, _ in ANSWERS} - {"unknown"})
+    asked = [(tool, arguments) for tool, arguments, _ in ANSWERS]
+    pool = make_pool("calls_in_order", tools=names)
+    end = await pool.run(start(metadata={"calls": asked}), driver.handle)
+    assert end.status == "completed"
+    calls = [request for request in driver.asked if isinstance(request, CallTool)]
+    assert [(call.tool, call.arguments) for call in calls] == asked
+    for (_, _, answer), given in zip(ANSWERS, driver.answers, strict=True):
+        assert given.startswith(answer)
 
 
 async def test_a_slow_async_tool_is_ended_alone(make_pool: Make) -> None:

@@ -45,8 +45,8 @@ async def group(joined: str) -> AsyncIterator[actors.ActorGroup[Counter]]:
     await actors.end()
 
 
-async def test_calls_go_to_all_and_a_busy_actor_still_tells_its_state(
-    group: actors.ActorGroup[Counter],
+async def test_calls_go_to_all_a_busy_one_tells_its_state_and_ending_a_role_leaves_the_others_and_other_runs(
+    group: actors.ActorGroup[Counter], joined: str
 ) -> None:
     assert await group.call(Counter.add, 4) == [5, 5]
     working = asyncio.create_task(group.call(Counter.work, 1.5))
@@ -61,13 +61,17 @@ async def test_calls_go_to_all_and_a_busy_actor_still_tells_its_state(
     assert not working.done()
     assert await working == [state["actor_pid"] for state in states]
 
-
-async def test_typed_errors_come_as_they_are_and_others_as_rays(group: actors.ActorGroup[Counter]) -> None:
-    with pytest.raises(TrainerError, match=r"trainer\.parallel\.tensor = 3"):
-        await group.actors[0].call(Counter.refuse)
-    with pytest.raises(ZeroDivisionError, match="by chance"):
-        await group.actors[0].call(Counter.break_down)
-    assert await group.actors[0].call(Counter.add, 1) == 2
+    other = actors.make("judge", 0, 1, Counter, {"start": 3})
+    await other.call(Counter.add, 0)
+    assert await actors.end("counter") == 2
+    assert actors.find_group("counter", 2, Counter) is None
+    assert await other.call(Counter.add, 1) == 4
+    cluster.start_or_join(None, "another-run")
+    assert await actors.end() == 0
+    cluster.start_or_join(None, joined)
+    found = actors.find("judge", 0, Counter)
+    assert found is not None
+    assert await found.call(Counter.add, 1) == 5
 
 
 @pytest.mark.slow
@@ -91,14 +95,20 @@ async def called_until_lost(actor: actors.Actor[Counter]) -> None:
         await actor.call(Counter.add, 1)
 
 
-async def test_an_actor_that_dies_in_a_call_is_lost_and_can_be_made_again(
+async def test_typed_errors_come_as_they_are_others_as_rays_and_an_actor_that_dies_in_a_call_is_lost(
     group: actors.ActorGroup[Counter],
 ) -> None:
+    """And it can be made again."""
+    with pytest.raises(TrainerError, match=r"trainer\.parallel\.tensor = 3"):
+        await group.actors[0].call(Counter.refuse)
+    with pytest.raises(ZeroDivisionError, match="by chance"):
+        await group.actors[0].call(Counter.break_down)
+    assert await group.actors[0].call(Counter.add, 1) == 2
     with pytest.raises(ActorLostError, match="counter-1"):
         await group.actors[1].call(Counter.die)
     with pytest.raises(ActorLostError, match="counter-1"):
         await group.actors[1].state()
-    assert await group.actors[0].call(Counter.add, 1) == 2
+    assert await group.actors[0].call(Counter.add, 1) == 3
     assert actors.find_group("counter", 2, Counter) is None
     again = actors.make("counter", 1, 2, Counter, {"start": 7})
     assert await again.call(Counter.add, 0) == 7
@@ -210,22 +220,6 @@ async def test_actors_are_found_again_after_their_driver_was_killed(ray_home: Pa
     assert actors.find("counter", 0, Counter) is None
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
     assert not any(map(psutil.pid_exists, pids))
-
-
-async def test_ending_a_role_leaves_the_others_and_other_runs(
-    group: actors.ActorGroup[Counter], joined: str
-) -> None:
-    other = actors.make("judge", 0, 1, Counter, {"start": 3})
-    await other.call(Counter.add, 0)
-    assert await actors.end("counter") == 2
-    assert actors.find_group("counter", 2, Counter) is None
-    assert await other.call(Counter.add, 1) == 4
-    cluster.start_or_join(None, "another-run")
-    assert await actors.end() == 0
-    cluster.start_or_join(None, joined)
-    found = actors.find("judge", 0, Counter)
-    assert found is not None
-    assert await found.call(Counter.add, 1) == 5
 
 
 async def test_the_head_listens_on_loopback_only_and_is_found_again(joined: str) -> None:
