@@ -1,21 +1,17 @@
 """Access to the embedded engine: a request needs its key, must be JSON, and must not come from a web page.
 
-Decides once per request, by its headers only, and reads its JSON body. Knows no endpoint except /health, which is open to all.
+Decides once per request, by its headers only. Knows no endpoint except /health, which is open to all.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import socket
 from collections.abc import Iterable
-from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-
-from millrace.connectors.engines.embedded.sampling import RequestError
 
 OPEN = ("/health",)
 KEY = "MILLRACE_ENGINE_KEY"  # the variable with the key of the engine to start
@@ -75,17 +71,3 @@ def middleware(access: Access) -> Middleware:
         return web.json_response({**message, "success": False, "error": message}, status=status)
 
     return check
-
-
-async def read_json(http: web.Request) -> dict[str, Any]:
-    """The body's JSON object; an empty body is an empty object. Raises RequestError for anything else."""
-    raw = await http.read()
-    if not raw:
-        return {}
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is {type(body).__name__}, an object is wanted")
-    return body

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from millrace.connectors.engines.embedded.access import read_json
+from millrace.connectors.engines.embedded.body import read_json
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.sampling import RequestError, SamplingParams
 from millrace.connectors.engines.embedded.slots import Request

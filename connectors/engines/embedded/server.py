@@ -15,7 +15,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from millrace.connectors.engines.embedded.access import Access, middleware, read_json
+from millrace.connectors.engines.embedded.access import Access, middleware
+from millrace.connectors.engines.embedded.body import read_json
 from millrace.connectors.engines.embedded.chat import ChatRoute
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.model import ModelError

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from millrace.connectors.engines.embedded.access import read_json
+from millrace.connectors.engines.embedded.body import read_json
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.model import ModelError, Weights
 from millrace.connectors.engines.embedded.sampling import RequestError, whole

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from millrace.connectors.host.garbage import collect_garbage
-from millrace.connectors.trainers.megatron.comparison import check_loss, check_rows
 from millrace.connectors.trainers.megatron.rank_weights import REBUILD, RankWeights
+from millrace.connectors.trainers.megatron.refusals import check_loss, check_rows
 from millrace.core.contracts.task_records import StepRequest
 from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
 from millrace.core.hooks.loading import search_in
