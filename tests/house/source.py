@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "millrace"
@@ -28,16 +29,15 @@ class Violation:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One Python file, parsed."""
+    """One Python file."""
 
     path: str  # from the repository's root, with slashes
     text: str
-    tree: ast.Module
 
-    @classmethod
-    def parse(cls, path: str, text: str) -> SourceFile:
-        """Parse the text of a file."""
-        return cls(path, text, ast.parse(text, filename=path))
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree. Most rules need those of a few folders, and parsing all takes seconds."""
+        return ast.parse(self.text, filename=self.path)
 
     @property
     def module(self) -> str:
@@ -66,7 +66,7 @@ class SourceFile:
 
 
 def read_source(root: Path) -> Iterator[SourceFile]:
-    """Parse all Python files of a checkout; links (src/millrace holds some) are not followed."""
+    """All Python files of a checkout; links (src/millrace holds some) are not followed."""
     for folder in (*ROOM_FOLDERS, *OTHER_FOLDERS, TEST_FOLDER):
         for path in sorted((root / folder).rglob("*.py")):
             inside = path.relative_to(root)
@@ -75,4 +75,4 @@ def read_source(root: Path) -> Iterator[SourceFile]:
                 or "__pycache__" in inside.parts
             ):
                 continue
-            yield SourceFile.parse(inside.as_posix(), path.read_text())
+            yield SourceFile(inside.as_posix(), path.read_text())

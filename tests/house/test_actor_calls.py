@@ -48,4 +48,4 @@ def test_tests_may_call_by_name() -> None:
 
 
 def _file(statement: str, path: str = "tasks/x.py") -> SourceFile:
-    return SourceFile.parse(path, f"async def act():\n    {statement}\n")
+    return SourceFile(path, f"async def act():\n    {statement}\n")

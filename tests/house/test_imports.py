@@ -117,4 +117,4 @@ def test_tasks_may_import_several_connectors() -> None:
 
 
 def _files(texts: dict[str, str]) -> list[SourceFile]:
-    return [SourceFile.parse(path, text) for path, text in texts.items()]
+    return [SourceFile(path, text) for path, text in texts.items()]

@@ -9,7 +9,7 @@ from tests.house.source import SourceFile
 
 
 def _files(*paths: str) -> list[SourceFile]:
-    return [SourceFile.parse(path, "") for path in paths]
+    return [SourceFile(path, "") for path in paths]
 
 
 def test_two_test_files_of_one_name_are_reported_since_pytest_imports_only_the_first() -> None:
@@ -46,6 +46,6 @@ TWICE = {
 @pytest.mark.parametrize("case", TWICE)
 def test_public_classes_of_one_name_are_reported(case: str) -> None:
     texts, reported = TWICE[case]
-    found = list(equal_class_names(SourceFile.parse(path, text) for path, text in texts.items()))
+    found = list(equal_class_names(SourceFile(path, text) for path, text in texts.items()))
     assert len(found) == reported
     assert all("class Plan is also in core/" in violation.problem for violation in found)

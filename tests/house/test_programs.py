@@ -46,4 +46,4 @@ def test_a_program_that_imports_what_exists_passes(case: str) -> None:
 
 
 def _files(text: str) -> list[SourceFile]:
-    return [SourceFile.parse(path, body) for path, body in (THERE | {"tests/test_x.py": text}).items()]
+    return [SourceFile(path, body) for path, body in (THERE | {"tests/test_x.py": text}).items()]

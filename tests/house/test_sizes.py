@@ -43,16 +43,16 @@ LIMITS: dict[str, tuple[Rule, Callable[[int], str], int]] = {
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_limit_passes_and_one_more_is_reported(name: str) -> None:
     rule, write, limit = LIMITS[name]
-    assert not list(rule([SourceFile.parse("core/x.py", write(limit))]))
-    (found,) = rule([SourceFile.parse("core/x.py", write(limit + 1))])
+    assert not list(rule([SourceFile("core/x.py", write(limit))]))
+    (found,) = rule([SourceFile("core/x.py", write(limit + 1))])
     assert found.path == "core/x.py"
     assert f"more than {limit}" in found.problem
 
 
 def test_a_folder_holds_fifteen_modules_beside_its_init_and_not_sixteen() -> None:
-    init = SourceFile.parse("core/__init__.py", "")
-    modules = [SourceFile.parse(f"core/m{number}.py", "") for number in range(16)]
-    deeper = SourceFile.parse("core/config/run.py", "")
+    init = SourceFile("core/__init__.py", "")
+    modules = [SourceFile(f"core/m{number}.py", "") for number in range(16)]
+    deeper = SourceFile("core/config/run.py", "")
     assert not list(large_folders([init, deeper, *modules[:15]]))
     (found,) = large_folders([init, deeper, *modules])
     assert (found.path, found.problem) == ("core", "16 modules side by side, more than 15")
@@ -60,8 +60,8 @@ def test_a_folder_holds_fifteen_modules_beside_its_init_and_not_sixteen() -> Non
 
 @pytest.mark.parametrize(("rule", "text"), [(large_classes, _class(30)), (long_files, _lines(900))])
 def test_tests_may_hold_large_classes_and_files(rule: Rule, text: str) -> None:
-    assert not list(rule([SourceFile.parse("tests/test_x.py", text)]))
+    assert not list(rule([SourceFile("tests/test_x.py", text)]))
 
 
 def test_tests_may_lie_side_by_side() -> None:
-    assert not list(large_folders(SourceFile.parse(f"tests/test_{n}.py", "") for n in range(30)))
+    assert not list(large_folders(SourceFile(f"tests/test_{n}.py", "") for n in range(30)))

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_a_file_is_known_by_the_name_it_is_imported_by(path: str, module: str) -> None:
-    assert SourceFile.parse(path, "").module == module
+    assert SourceFile(path, "").module == module
 
 
 def test_each_file_of_the_checkout_is_read_once() -> None:

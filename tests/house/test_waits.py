@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -271,7 +272,7 @@ BOUNDED = (
 
 def of(snippet: str) -> list[str]:
     text = f"async def act():\n    {snippet}\n"
-    return [wait.what for wait in waits([SourceFile.parse("tasks/x.py", text)])]
+    return [wait.what for wait in waits([SourceFile("tasks/x.py", text)])]
 
 
 @pytest.mark.parametrize("snippet", REPORTED)
@@ -286,15 +287,17 @@ def test_a_bounded_wait_and_what_does_not_wait_need_no_row(snippet: str) -> None
 
 def test_the_time_between_looks_needs_the_runs_own_limit() -> None:
     """Actors are found and made with the limit that the configuration gives, never with the usual one."""
-    import ast
-
+    asks = ("make", "find", "find_alive", "find_group")
     for file in read_source(Path(__file__).parents[2]):
         if file.path.startswith(("tasks/", "flows/")):
             for node in ast.walk(file.tree):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                    "actors.make",
-                    "actors.find",
-                    "actors.find_alive",
-                    "actors.find_group",
-                ):
+                if isinstance(node, ast.Call) and _is_of_actors(node.func, asks):
                     assert "limit" in {keyword.arg for keyword in node.keywords}, (file.path, node.lineno)
+
+
+def _is_of_actors(function: ast.expr, names: tuple[str, ...]) -> bool:
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr in names
+        and ast.unparse(function.value) == "actors"
+    )

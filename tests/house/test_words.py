@@ -41,7 +41,7 @@ def test_plain_sentences_are_left_alone(text: str) -> None:
 
 def test_docstrings_and_comments_of_the_product_are_read() -> None:
     text = '"""Start.\n\nOf the parts, one."""\n\nx = 1  # begin\ny = "begins"\n'
-    words, found = counted([SourceFile.parse("core/a.py", text), SourceFile.parse("tests/a.py", text)])
+    words, found = counted([SourceFile("core/a.py", text), SourceFile("tests/a.py", text)])
     assert words == 6
     assert [(each.line, each.construction) for each in sorted(found)] == [(3, "opens with Of"), (5, "begin")]
 
