@@ -195,7 +195,7 @@ stages_ = st.sampled_from(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     policies_,
     stages_,

@@ -46,7 +46,7 @@ def test_the_cut(groups: list[Candidate], need: int, limit: int, choice: Choice 
     assert choose(groups, need, limit) == choice
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 5), st.integers(1, 3), st.data())
 def test_over_iterations_no_group_is_deferred_too_often_and_none_is_lost(
     need: int, reserve: int, limit: int, data: Any
@@ -79,7 +79,7 @@ def test_over_iterations_no_group_is_deferred_too_often_and_none_is_lost(
         assert all(times <= limit for times in waiting.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 16), st.floats(0.01, 1), st.integers(0, 4), st.data())
 def test_as_many_groups_are_under_way_in_each_iteration_however_far_ahead(
     batch: int, reserve: float, ahead: int, data: Any

@@ -44,7 +44,7 @@ def judged(iteration: int, draws: list[Draw], verdict: Callable[[int], Verdict])
     return IterationHistory.of(iteration, groups)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**31 - 1), sources_, requests_, st.booleans(), st.data())
 def test_over_any_history_no_group_is_lost_and_none_is_drawn_twice_unless_returned(
     seed: int, sources: Sources, requests: list[tuple[int, int]], shuffle: bool, data: Any
@@ -92,7 +92,7 @@ def test_over_any_history_no_group_is_lost_and_none_is_drawn_twice_unless_return
         assert set(seen[-1]) == set(epoch_order(seed, name, epoch, rows, shuffle)[:position])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sources_, st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_within_each_draw_every_source_gets_its_share_to_within_two(
     sources: Sources, sizes: list[int]

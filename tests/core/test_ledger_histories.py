@@ -121,7 +121,7 @@ class Run:
         return again
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sources_,
     st.integers(0, 2),

@@ -9,8 +9,9 @@ ODD = "half \ud83d, byte \udcff, nul \0, escape \x1b[2J"
 SHOWN = "half \\ud83d, byte \\udcff"
 
 
-async def hands_over(session: Session, *, where: str) -> float | dict[str, float]:
-    """A turn, and what `where` says."""
+async def hands_over(session: Session) -> float | dict[str, float]:
+    """A turn, and what `where` of the row says."""
+    where = session.task.metadata["where"]
     await session.generate()
     if where == "arguments":
         await session.call("echo", text=ODD)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-
-import pytest
+from typing import Any
 
 from millrace.connectors.storage import tables
 from millrace.core.contracts import schema
@@ -39,14 +38,19 @@ def stored(rows: list[object], kind: str) -> list[dict[str, object]]:
     return tables.decode(tables.encode(schema.to_table(rows, kind), kind), kind, "x").to_pylist()
 
 
-@pytest.mark.parametrize("where", PLACES)
-async def test_what_a_rollout_hands_over_is_stored_with_its_escape(
-    make_place: Callable[..., Place], where: str
-) -> None:
-    function = {"function": f"{MODULE}:hands_over", "options": {"where": where}}
-    place = make_place("one", function=function, module_tools=TOOLS)
-    samples = await place.run()
-    assert {sample.status for sample in samples} == {PLACES[where]}
+async def test_what_a_rollout_hands_over_is_stored_with_its_escape(make_place: Callable[..., Place]) -> None:
+    """In each place, by rollouts of one process."""
+    place = make_place("one", function={"function": f"{MODULE}:hands_over"}, module_tools=TOOLS)
+    for where, status in PLACES.items():
+        await hold(place, where, status)
+
+
+async def hold(place: Place, where: str, status: str) -> None:
+    """A rollout ends as it is to, can be stored, and is found again in its record."""
+    task: dict[str, Any] = {"rollout": f"g-{list(PLACES).index(where):04d}", "metadata": {"where": where}}
+    place.rows.clear()
+    samples = await place.run(**task)
+    assert {sample.status for sample in samples} == {status}, where
     rows = stored(place.rows, "turns")
     texts = json.dumps([[dataclasses.asdict(sample) for sample in samples], rows])
     assert json.dumps(SHOWN)[1:-1] in texts or where == "name of an error", texts
@@ -58,10 +62,10 @@ async def test_what_a_rollout_hands_over_is_stored_with_its_escape(
         )  # fmt: skip
         assert len(stored([score], "rewards")[0]["reward_parts"]) == len(parts)  # type: ignore[arg-type]
     made = len(place.engines.requests)
-    again = await place.run(place.rows)
-    assert [sample.dialogue for sample in again] == [sample.dialogue for sample in samples]
-    if PLACES[where] == "completed":  # what was generated and answered is found in the record
-        assert len(place.engines.requests) == made
+    again = await place.run(list(place.rows), **task)
+    assert [sample.dialogue for sample in again] == [sample.dialogue for sample in samples], where
+    if status == "completed":  # what was generated and answered is found in the record
+        assert len(place.engines.requests) == made, where
 
 
 async def test_a_policy_that_writes_half_a_character_in_a_call_goes_on(

@@ -192,7 +192,7 @@ async def live(scene: Scene) -> Generation:
         scene.stored, scene.cut = [], False  # the next iteration has a folder of its own
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 200))
 def test_segments_have_no_gap_and_no_overlap_and_little_is_made_twice(
     rng: random.Random, length: int

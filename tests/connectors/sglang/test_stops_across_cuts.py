@@ -41,7 +41,7 @@ def piece(ids: Sequence[int], first: int, last: int, params: Mapping[str, Any]) 
     )  # type: ignore[arg-type]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     text=st.text(ALPHABET, min_size=1, max_size=20),
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=2),
