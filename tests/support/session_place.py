@@ -59,9 +59,11 @@ class Engines(ScriptedEngines):
 
 
 class Place:
-    """A task's runner, and what it wrote."""
+    """A task's runner, and what it wrote. pools: of earlier places, by their settings: one of the same settings is used again."""
 
-    def __init__(self, config: RunConfig, engines: Engines, **settings: Any) -> None:
+    def __init__(
+        self, config: RunConfig, engines: Engines, pools: dict[str, SessionPool], **settings: Any
+    ) -> None:
         tools = [f"{FUNCTIONS}:{name}" for name in settings.pop("tools", ())]
         tools += settings.pop("module_tools", ())
         for form in ("function", "environment"):
@@ -71,7 +73,8 @@ class Place:
                 )
                 settings[form] = {"function": f"{FUNCTIONS}:{function}", "options": options}
         self.settings = SessionSection.model_validate({"timeout_s": 2, "tools": tools, **settings})
-        self.pool = SessionPool(self.settings)
+        key = self.settings.model_dump_json()
+        self.pool = pools[key] = pools.get(key) or SessionPool(self.settings)
         self.engines, self.rows = engines, list[TurnRow]()
         schemas = [tool.schema for tool in load_tools(self.settings.tools).values()]
 

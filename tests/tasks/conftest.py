@@ -11,6 +11,7 @@ import pytest
 
 from millrace.connectors.user_code import session_pool
 from millrace.connectors.user_code.pool import WorkerPool
+from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.tasks.runtime.scoring import Scoring
 from tests.support.session_place import Engines, Place
@@ -57,15 +58,14 @@ async def make_place(
     make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., Place]]:
     monkeypatch.setattr(session_pool, "GRACE_S", 0.5)
-    places: list[Place] = []
+    pools: dict[str, SessionPool] = {}
 
     def made(*texts: str, fails: Callable[[str], bool] = lambda _: False, **settings: Any) -> Place:
-        places.append(Place(make_config(), Engines(*texts, fails=fails), **settings))
-        return places[-1]
+        return Place(make_config(), Engines(*texts, fails=fails), pools, **settings)
 
     yield made
-    for place in places:
-        place.pool.close()
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture
