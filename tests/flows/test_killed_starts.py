@@ -62,10 +62,12 @@ def test_helpers_that_are_killed_during_a_start_are_started_again(tmp_path: Path
         record = record_of(home, "ray.json")
         if not record or record["pids"]:
             return []
-        return [p.pid for p in psutil.process_iter() if p.name() == "gcs_server" and in_folder(p, record)]
+        # with names of attributes, processes that end meanwhile are left out
+        there = psutil.process_iter(["name", "cmdline"])
+        return [p.pid for p in there if p.info["name"] == "gcs_server" and in_folder(p, record)]
 
     def in_folder(part: psutil.Process, record: dict[str, Any]) -> bool:
-        return any(record["folder"] in argument for argument in part.cmdline())
+        return any(record["folder"] in argument for argument in part.info["cmdline"] or ())
 
     def whole_head() -> list[int]:
         return [pid for pid in record_of(home, "ray.json").get("pids", []) if psutil.pid_exists(pid)]
