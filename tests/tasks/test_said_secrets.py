@@ -192,48 +192,45 @@ def selected(config: RunConfig, scoring: Scoring, field: str) -> tuple[Selected 
 
 
 @pytest.mark.parametrize("concurrency", slow_but([1, 4], 4))
-@pytest.mark.parametrize("field", SCORED)
+@pytest.mark.parametrize("fields", [SCORED[:1], SCORED[1:]], ids=["reward.options", "others"])
 async def test_what_fails_in_scoring_names_its_reference(
-    make_config: Callable[..., RunConfig], field: str, concurrency: int
+    make_config: Callable[..., RunConfig], fields: tuple[str, ...], concurrency: int
 ) -> None:
+    """The run's own reward, and those that another one stands beside: of one run, in one process."""
     fails, passes = function("refuses"), {"function": "millrace.core.rewards.text:contains"}
     config = make_config(
         reward={
-            **(fails if field == "reward.options" else passes),
+            **(fails if "reward.options" in fields else passes),
             "concurrency": concurrency,
             "workers": 1,
             "named": [{"name": "other", **fails}],
         },
-        data={
-            "sources": [
-                {"name": "sums", "path": "train.jsonl", **({"reward": fails} if "data" in field else {})}
-            ]
-        },
+        data={"sources": [{"name": "sums", "path": "train.jsonl", "reward": fails}]},
         evaluation={"sets": [{"name": "easy", "path": "held_out.jsonl", "reward": fails}]},
     )
     scoring = Scoring(config)
-    own, metadata = selected(config, scoring, field)
-    row: Any = {
-        "prompt": '"a"',
-        "response": "b",
-        "label": None,
-        "metadata": metadata if ".named." in field else None,
-        "response_length": 1,
-        "status": "completed",
-        "dialogue": None,
-    }
     try:
-        if "hint" in field:
-            outcome = await scoring.hint(
-                UserFunction.model_validate(fails), "algorithm.teacher_server.hint", row
-            )
-        else:
-            outcome = await scoring.score(scoring.selected(row, own), row)
+        for field in fields:
+            own, metadata = selected(config, scoring, field)
+            row: Any = {
+                "prompt": '"a"',
+                "response": "b",
+                "label": None,
+                "metadata": metadata if ".named." in field else None,
+                "response_length": 1,
+                "status": "completed",
+                "dialogue": None,
+            }
+            if "hint" in field:
+                hint = UserFunction.model_validate(fails)
+                outcome = await scoring.hint(hint, "algorithm.teacher_server.hint", row)
+            else:
+                outcome = await scoring.score(scoring.selected(row, own), row)
+            assert outcome.kind == "failed", field
+            assert "no access with ${env:SAID_KEY}" in (outcome.reason or ""), field
+            assert SECRET not in (outcome.reason or "")
     finally:
         scoring.close()
-    assert outcome.kind == "failed"
-    assert "no access with ${env:SAID_KEY}" in (outcome.reason or "")
-    assert SECRET not in (outcome.reason or "")
 
 
 @pytest.mark.parametrize("field", CALLED)
