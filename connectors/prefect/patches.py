@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
-from millrace.connectors.prefect import patches
 from millrace.core.contracts.progress import waiting
 
 LOOK = timedelta(seconds=3)
@@ -67,7 +66,7 @@ WHAT = "the Prefect server, whose database may be locked by another process"
 def say_when_prefect_is_slow() -> None:
     """Start to report slow answers. Further calls change nothing."""
     requests = Requests()
-    patches.send_within(requests.one)
+    send_within(requests.one)
     threading.Thread(target=requests.watch, name="slow-answers", daemon=True).start()
 
 
