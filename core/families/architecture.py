@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.core.families.registry import named
+
 
 @dataclass(frozen=True)
 class RotaryScaling:
@@ -53,16 +55,23 @@ class Architecture:
     expert_ffn: int
     experts_used: int  # by a token
     norm_topk: bool  # whether the weights of a token's experts sum to 1
+    qkv_bias: bool  # whether queries, keys and values have biases
+    qk_norm: bool  # whether queries and keys are normalised, head by head
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
-        return self.family == "qwen2"
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised, head by head."""
-        return self.family in ("qwen3", "qwen3_moe")
+    def sizes(self) -> dict[str, int]:
+        """The sizes that shapes of tensors are made of, by the names that a family's parts use."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "vocab": self.vocab,
+            "hidden": self.hidden,
+            "q": q,
+            "kv": kv,
+            "head_dim": self.head_dim,
+            "ffn": self.ffn,
+            "expert_ffn": self.expert_ffn,
+            "experts": self.experts,
+        }
 
     @property
     def embedding(self) -> int:
@@ -105,9 +114,9 @@ class Architecture:
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
     """The sizes in a config.json that was read by `read_hf_config`."""
-    experts = hf.get("num_experts", 0)
+    experts, family = hf.get("num_experts", 0), named(hf["model_type"])
     return Architecture(
-        family=hf["model_type"],
+        family=family.name,
         layers=hf["num_hidden_layers"],
         hidden=hf["hidden_size"],
         ffn=hf["intermediate_size"],
@@ -124,4 +133,6 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         expert_ffn=hf["moe_intermediate_size"] if experts else 0,
         experts_used=hf["num_experts_per_tok"] if experts else 0,
         norm_topk=experts > 0 and hf["norm_topk_prob"],
+        qkv_bias=family.has("linear_qkv.bias"),
+        qk_norm=family.has("q_layernorm.weight"),
     )

@@ -11,22 +11,35 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from millrace.core.errors import ConfigError, remedy_of
-from millrace.core.families.config_keys import (
-    ALIASES,
-    BOUND,
-    FAMILIES,
-    HARMLESS,
-    HONOURED,
-    READ_UNDECLARED,
-    REFUSED,
-    ROTARY,
-    Honoured,
-)
-from millrace.core.families.rotary import rotary
+from millrace.core.families.family import REFUSED, Family, Honoured
+from millrace.core.families.registry import family_of, known_names, named
+from millrace.core.families.rotary import ROTARY, rotary
 from millrace.core.plain_text import json_text
 
 WHOLE = "take a whole checkpoint"
 OTHER = "take another model, or remove the key if it changes nothing"
+ALIASES = {"num_local_experts": "num_experts"}  # transformers 5 writes the first
+# by transformers' attention, masks, caches and rotary embeddings, or by an engine's model
+READ_UNDECLARED = frozenset(
+    [
+        "sliding_window",
+        "attention_chunk_size",
+        "layer_types",
+        "mlp_layer_types",
+        "per_layer_config",
+        "num_kv_shared_layers",
+        "is_causal",
+        "original_max_position_embeddings",
+        "rope_is_neox_style",
+        "dual_chunk_attention_config",
+        "bias",
+        "use_qk_norm",
+        "qk_norm",
+        "attn_temperature_tuning",
+        "logits_mup_width_multiplier",
+        "unpadded_vocab_size",
+    ]
+)
 
 
 def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
@@ -58,20 +71,23 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         raise ConfigError(f"config.json: {key} = {shown}: {reason}", where=where, remedy=remedy)
 
-    family = config.get("model_type")
-    if family not in FAMILIES:
+    model_type = config.get("model_type")
+    family = family_of(model_type)
+    if family is None:
         raise ConfigError(
-            f"model_type {family!r} is not supported", where=where, remedy=f"supported: {', '.join(FAMILIES)}"
+            f"model_type {model_type!r} is not supported",
+            where=where,
+            remedy=f"supported: {', '.join(known_names())}",
         )
     renamed = dict(config)
     for alias, name in ALIASES.items():
-        if name in HONOURED[family] and alias in renamed:
+        if name in family.keys and alias in renamed:
             value = renamed.pop(alias)
             if renamed.setdefault(name, value) != value:
                 refuse(alias, value, f"{name} says {renamed[name]!r}")
     _check_bound(renamed, family, refuse)
-    values: dict[str, Any] = {"model_type": family}
-    for key, rule in HONOURED[family].items():
+    values: dict[str, Any] = {"model_type": family.name}
+    for key, rule in family.keys.items():
         values[key] = _value(renamed, key, rule, values, where, refuse)
     values |= rotary(renamed, refuse)
     _check_sizes(values, refuse)
@@ -80,23 +96,24 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def undeclared_keys(config: Mapping[str, Any]) -> list[str]:
     """Keys of a config.json that its family does not have, and that change nothing."""
-    family = config["model_type"]
-    known = {*HONOURED[family], *BOUND[family], *HARMLESS[family], *ROTARY, *ALIASES}
+    family = named(config["model_type"])
+    known = {*family.keys, *family.bound, *family.harmless, *ROTARY, *ALIASES}
     return sorted(key for key, value in config.items() if key not in known and value is not None)
 
 
-def _check_bound(config: Mapping[str, Any], family: str, refuse: Any) -> None:
-    """Refuse the first key whose value means another model."""
-    known = {*HONOURED[family], *HARMLESS[family], *ROTARY}
+def _check_bound(config: Mapping[str, Any], family: Family, refuse: Any) -> None:
+    """Refuse the first key whose value, or whose default if it is missing, means another model."""
+    known = {*family.keys, *family.harmless, *ROTARY}
     for key, value in config.items():
-        rule = BOUND[family].get(key)
+        rule = family.bound.get(key)
         if rule is None:
             if key in READ_UNDECLARED - known and value is not None:
-                refuse(key, value, f"an engine may read it, but the {family} model here does not")
-            continue
-        exact = any(type(value) is type(one) and value == one for one in rule.values)
-        if not exact and not (rule.allows and rule.allows(value, family)):
+                refuse(key, value, f"an engine may read it, but the {family.name} model here does not")
+        elif not rule.takes(value):
             refuse(key, value, "not supported", rule.remedy)
+    for key, rule in family.bound.items():
+        if key not in config and rule.default is not REFUSED and not rule.takes(rule.default):
+            refuse(key, rule.default, "not supported, and it is the default of a missing key", rule.remedy)
 
 
 def _value(

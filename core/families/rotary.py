@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from millrace.core.families.architecture import RotaryScaling
 
+ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")  # keys that are read here
 SCALING = tuple(field.name for field in fields(RotaryScaling))
 DEFAULT_THETA = 10000.0  # transformers' own, for every family here
 

@@ -19,12 +19,14 @@ from millrace.core.contracts.source_path import inside
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.config_file import WHOLE
+from millrace.core.families.decoder import EMBEDDING, HEAD, UNQUANTISED
+from millrace.core.families.family import Part
+from millrace.core.families.registry import named
 
 INDEX = "model.safetensors.index.json"
 ONLY_FILE = "model.safetensors"
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of the readable types
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LEFT_OVER = re.compile(
     r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq"
 )  # computed from rope_theta
@@ -32,7 +34,6 @@ LARGEST_HEADER = 100 * 2**20
 CHUNK = 2**24
 
 FAMILY = "take a whole checkpoint of the family and sizes that config.json names"
-UNQUANTISED = "take the checkpoint that is not quantised, or write one in bfloat16 from it"
 LONE = f"leave {ONLY_FILE} alone in the folder, or files that an index names"
 
 
@@ -49,35 +50,32 @@ class StoredTensor:
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its Hugging Face name."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab, arch.hidden)}
-    for number in range(arch.layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in _layer_shapes(arch)}
-    shapes["model.norm.weight"] = (arch.hidden,)
-    if not arch.tied:
-        shapes[HEAD] = (arch.vocab, arch.hidden)
+    family, sizes = named(arch.family), arch.sizes
+
+    def stored(part: Part, **numbers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for name, shape in part.tensors.items():
+            yield name.format(**numbers), tuple(sizes[size] for size in shape)
+
+    shapes = dict(tensor for part in family.before for tensor in stored(part))
+    for layer in range(arch.layers):
+        for part in family.layer:
+            experts = range(arch.experts) if "{expert}" in part.parameter else range(1)
+            shapes |= dict(
+                tensor for expert in experts for tensor in stored(part, layer=layer, expert=expert)
+            )
+    shapes |= dict(tensor for part in family.after for tensor in stored(part))
+    if arch.tied:
+        del shapes[HEAD]
     return shapes
 
 
-def _layer_shapes(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, q, kv = arch.hidden, arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    for name, rows in (("q", q), ("k", kv), ("v", kv)):
-        yield f"self_attn.{name}_proj.weight", (rows, hidden)
-        if arch.qkv_bias:
-            yield f"self_attn.{name}_proj.bias", (rows,)
-    yield "self_attn.o_proj.weight", (hidden, q)
-    if arch.qk_norm:
-        yield "self_attn.q_norm.weight", (arch.head_dim,)
-        yield "self_attn.k_norm.weight", (arch.head_dim,)
-    if arch.experts:
-        yield "mlp.gate.weight", (arch.experts, hidden)
-    places = [f"mlp.experts.{number}" for number in range(arch.experts)] or ["mlp"]
-    ffn = arch.expert_ffn if arch.experts else arch.ffn
-    for place in places:
-        yield f"{place}.gate_proj.weight", (ffn, hidden)
-        yield f"{place}.up_proj.weight", (ffn, hidden)
-        yield f"{place}.down_proj.weight", (hidden, ffn)
+def stored_names(arch: Architecture, parameter: str, *, layer: int = 0, expert: int = 0) -> list[str]:
+    """Hugging Face names of the tensors that make a parameter. parameter: the end of megatron's name, as in a family's part.
+
+    Empty if the family has no such parameter.
+    """
+    parts = (part for part in named(arch.family).parts if part.parameter.endswith(f".{parameter}"))
+    return [name.format(layer=layer, expert=expert) for part in parts for name in part.tensors]
 
 
 def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:

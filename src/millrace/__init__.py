@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from millrace.core.errors import MillraceError as MillraceError
     from millrace.core.errors import StorageError as StorageError
     from millrace.core.errors import TrainerError as TrainerError
+    from millrace.core.families.family import Family as Family
+    from millrace.core.families.registry import register_family as register_family
     from millrace.core.hooks.protocols import Advantage as Advantage
     from millrace.core.hooks.protocols import BufferedGroup as BufferedGroup
     from millrace.core.hooks.protocols import BufferFilter as BufferFilter
@@ -65,6 +67,8 @@ _MODULES = {
         "run_python",
     ],
     "millrace.core.config": ["RunConfig"],
+    "millrace.core.families.family": ["Family"],
+    "millrace.core.families.registry": ["register_family"],
     "millrace.core.hooks.protocols": [
         "Advantage",
         "BufferFilter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import resolved
-from millrace.core.families.config_keys import FAMILIES
-from millrace.core.families.tensors import EMBEDDING, HEAD, INDEX, tensor_shapes, weight_tensors
+from millrace.core.families.decoder import EMBEDDING, HEAD
+from millrace.core.families.registry import BUILT_IN
+from millrace.core.families.tensors import INDEX, tensor_shapes, weight_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 10,
@@ -39,6 +41,7 @@ OTHER_TYPES = {  # how a quantised or wrongly converted tensor is stored
     torch.bool: "BOOL",
     torch.float64: "F64",
 }
+FAMILIES = [family.name for family in BUILT_IN]
 READ_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # of folders at Hugging Face, keys and values as they are there
@@ -127,6 +130,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "transformers_version": "4.40.1",
         "use_cache": True,
         "vocab_size": 49152,
+    },
+    "Mistral-7B-Instruct-v0.3": {
+        "architectures": ["MistralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32768,
     },
     "Qwen2.5-1.5B": {
         "architectures": ["Qwen2ForCausalLM"],
@@ -238,9 +264,34 @@ def test_published_configs_are_read(name: str) -> None:
     )
 
 
+PARAMETERS = {  # published, in all digits
+    "Llama-3-8B": 8_030_261_248,
+    "Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "SmolLM2-135M": 134_515_008,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-30B-A3B": 30_532_122_624,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_tensors_have_the_published_number_of_parameters(name: str) -> None:
+    shapes = tensor_shapes(architecture(resolved(PUBLISHED[name], name)))
+    assert sum(math.prod(shape) for shape in shapes.values()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 4096}])
+def test_a_window_of_mistrals_is_refused_also_if_it_is_the_default(window: dict[str, int]) -> None:
+    config = {
+        key: value for key, value in PUBLISHED["Mistral-7B-Instruct-v0.3"].items() if "window" not in key
+    }
+    with pytest.raises(ConfigError, match="sliding_window = 4096: not supported"):
+        resolved({**config, **window}, "test")
+
+
 def shape_of(family: str, tied: bool = False) -> Any:
-    experts = EXPERTS if family == "qwen3_moe" else {}
-    config = {"model_type": family, "tie_word_embeddings": tied, **SIZES, **experts}
+    own: dict[str, Any] = {"qwen3_moe": EXPERTS, "mistral": {"sliding_window": None}}
+    config = {"model_type": family, "tie_word_embeddings": tied, **SIZES, **own.get(family, {})}
     return architecture(resolved(config, "test"))
 
 

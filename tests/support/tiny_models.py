@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-CLASSES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama"}
+CLASSES = {
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen2": "Qwen2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+}
 
 
 def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Path:
@@ -33,6 +39,8 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
         }
+    if family == "mistral":
+        values |= {"sliding_window": None}
     config = getattr(transformers, f"{CLASSES[family]}Config")(**{**values, **changes})
     torch.manual_seed(1)
     made = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)

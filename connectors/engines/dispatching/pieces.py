@@ -1,4 +1,4 @@
-"""The pieces of one answer that several requests made, joined and cut; and the storing of unfinished answers, segment by segment.
+r"""The pieces of one answer that several requests made, joined and cut; and the storing of unfinished answers, segment by segment.
 
 Each token keeps the version that made it. Little of a long answer is generated again after a kill: owns when a segment is due,
 and that no engine runs far ahead of storage. Knows nothing of requests or files.

@@ -17,12 +17,22 @@ from torch import Tensor
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
-from millrace.core.families.tensors import EMBEDDING, HEAD, tensor_shapes, weight_tensors
+from millrace.core.families.decoder import EMBEDDING, HEAD
+from millrace.core.families.tensors import stored_names, tensor_shapes, weight_tensors
 
 ROWS = 16  # with 8, some processors sum in another order than with more
 SPAN = 64  # positions per step of an attention span in decoding
 PREFILL_SPAN = 16  # positions per step of a prompt's length
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LAYER = {
+    "norm1": "input_layernorm.weight",
+    "norm2": "pre_mlp_layernorm.weight",
+    "qkv": "self_attention.linear_qkv.weight",
+    "o": "self_attention.linear_proj.weight",
+    "bias": "self_attention.linear_qkv.bias",
+    "q_norm": "self_attention.q_layernorm.weight",
+    "k_norm": "self_attention.k_layernorm.weight",
+}
 FIELD = "model_path"  # the field that names a folder, for messages
 
 
@@ -68,34 +78,33 @@ class Weights:
         self.tensors = tensors
         self.layers = [self._layer(number) for number in range(shape.layers)]
         self.embedding = tensors[EMBEDDING]
-        self.norm = tensors["model.norm.weight"]
+        (self.norm,) = self._of("final_layernorm.weight")
         self.head = self.embedding if shape.tied else tensors[HEAD]
         self.dtype = self.embedding.dtype
 
     def _layer(self, number: int) -> dict[str, Any]:
-        t, p = self.tensors, f"model.layers.{number}"
-        layer: dict[str, Any] = {
-            "norm1": t[f"{p}.input_layernorm.weight"],
-            "norm2": t[f"{p}.post_attention_layernorm.weight"],
-            "qkv": torch.cat([t[f"{p}.self_attn.{x}_proj.weight"] for x in "qkv"]),
-            "o": t[f"{p}.self_attn.o_proj.weight"],
-            "bias": None,
-            "q_norm": t.get(f"{p}.self_attn.q_norm.weight"),
-            "k_norm": t.get(f"{p}.self_attn.k_norm.weight"),
-        }
-        if self.shape.qkv_bias:
-            layer["bias"] = torch.cat([t[f"{p}.self_attn.{x}_proj.bias"] for x in "qkv"])
+        layer = {name: self._one(parameter, number) for name, parameter in LAYER.items()}
         if self.shape.experts:
-            layer["router"] = t[f"{p}.mlp.gate.weight"]
-            layer["experts"] = [_mlp(t, f"{p}.mlp.experts.{e}") for e in range(self.shape.experts)]
+            layer["router"] = self._one("mlp.router.weight", number)
+            layer["experts"] = [self._mlp(number, expert) for expert in range(self.shape.experts)]
         else:
-            layer["mlp"] = _mlp(t, f"{p}.mlp")
+            layer["mlp"] = self._mlp(number)
         return layer
 
+    def _mlp(self, layer: int, expert: int = 0) -> tuple[Tensor, Tensor]:
+        gate_up = torch.cat(self._of("linear_fc1.weight", layer, expert))
+        (down,) = self._of("linear_fc2.weight", layer, expert)
+        return gate_up, down
 
-def _mlp(tensors: dict[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
-    gate_up = torch.cat([tensors[f"{prefix}.gate_proj.weight"], tensors[f"{prefix}.up_proj.weight"]])
-    return gate_up, tensors[f"{prefix}.down_proj.weight"]
+    def _of(self, parameter: str, layer: int = 0, expert: int = 0) -> list[Tensor]:
+        """The tensors that make a parameter."""
+        names = stored_names(self.shape, parameter, layer=layer, expert=expert)
+        return [self.tensors[name] for name in names]
+
+    def _one(self, parameter: str, layer: int) -> Any:
+        """A parameter, its tensors one after the other; None if the family has none."""
+        tensors = self._of(parameter, layer)
+        return torch.cat(tensors) if len(tensors) > 1 else next(iter(tensors), None)
 
 
 class Cache:

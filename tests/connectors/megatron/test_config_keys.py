@@ -25,19 +25,19 @@ from millrace.connectors.engines.embedded.model import (
     read_tensors,
 )
 from millrace.core.errors import ConfigError
-from millrace.core.families.config_file import read_hf_config, resolved, undeclared_keys
-from millrace.core.families.config_keys import (
+from millrace.core.families.config_file import (
     ALIASES,
-    BOUND,
-    FAMILIES,
-    HARMLESS,
-    HONOURED,
     READ_UNDECLARED,
-    ROTARY,
+    read_hf_config,
+    resolved,
+    undeclared_keys,
 )
+from millrace.core.families.registry import BUILT_IN, named
+from millrace.core.families.rotary import ROTARY
 from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
+FAMILIES = [family.name for family in BUILT_IN]
 CLOSE = 1e-5
 ABSENT = object()
 OF_OTHERS = (  # keys of other families, those that writers of files add, and one of none
@@ -72,7 +72,7 @@ VALUES: dict[str, list[Any]] = {
     "auto_map": [{"AutoConfig": "configuration.Other"}],
     "layer_types": [["full_attention", "sliding_attention"], ["full_attention"] * 2],
     "mlp_only_layers": [[0], []],
-    "model_type": ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"],
+    "model_type": [*FAMILIES, "gemma3_text"],
     "hidden_act": ["gelu", "silu"],
     "quantization_config": [{"quant_method": "fp8", "weight_block_size": [128, 128]}],
     "pad_token_id": [0, 3],
@@ -240,7 +240,8 @@ def keys_of(family: str, written: dict[str, Any]) -> list[str]:
     from transformers import AutoConfig
 
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
-    ours = {*HONOURED[family], *BOUND[family], *HARMLESS[family], *ROTARY, *ALIASES}
+    here = named(family)
+    ours = {*here.keys, *here.bound, *here.harmless, *ROTARY, *ALIASES}
     return sorted(fields | set(written) | ours | set(OF_OTHERS) | READ_UNDECLARED)
 
 
@@ -250,7 +251,8 @@ def test_every_key_that_the_familys_class_declares_is_in_a_table(family: str) ->
     from transformers import AutoConfig
 
     declared = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
-    assert not declared - {*HONOURED[family], *BOUND[family], *HARMLESS[family], *ROTARY}
+    here = named(family)
+    assert not declared - {*here.keys, *here.bound, *here.harmless, *ROTARY}
 
 
 def test_keys_of_nobody_pass_and_are_named(model: Callable[..., Path]) -> None:
@@ -297,7 +299,7 @@ def test_each_key_changed_in_turn(
     for key in keys_of(family, written):
         for value in other_values(key, written.get(key)):
             changed = {name: one for name, one in {**written, key: value}.items() if one is not ABSENT}
-            harmless = key in HARMLESS[family]
+            harmless = key in named(family).harmless
             outcome = compare(changed, folder, plain, scorer, harmless=harmless)
             if outcome == "equal":
                 tried.add(key)
@@ -306,7 +308,7 @@ def test_each_key_changed_in_turn(
             if outcome not in ("equal", "refused", "refused by both"):
                 wrong.append(f"{key} = {value}: {outcome}")
     assert not wrong
-    assert tried >= {*HARMLESS[family]} - {"model_type"}
+    assert tried >= named(family).harmless - {"model_type"}
 
 
 def load(rank: Any, whose: str, folder: str) -> None:

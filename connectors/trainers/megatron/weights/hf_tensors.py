@@ -27,7 +27,16 @@ def mapped_parameters(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[
     for name, parameter in model.named_parameters():
         if name.startswith("value_head."):
             continue  # the critic's head, which Hugging Face checkpoints do not have
-        yield parameter, lookup(name, layer_offset=layer_offset, expert_offset=expert_offset, tied=tied)
+        yield (
+            parameter,
+            lookup(
+                name,
+                family=hf["model_type"],
+                layer_offset=layer_offset,
+                expert_offset=expert_offset,
+                tied=tied,
+            ),
+        )
 
 
 def hf_names(model: PolicyModel, hf: dict[str, Any], experts: bool | None = None) -> Iterator[str]:
@@ -44,7 +53,7 @@ def hf_tensors(
     for parameter, mapping in _each_tensor_once(model, hf, experts):
         _, size = tensor_parallel_place(mapping)
         shards = [parameter.detach()]
-        if size > 1 and mapping.rule.split is not None:
+        if size > 1 and mapping.part.split is not None:
             group = (
                 mpu.get_expert_tensor_parallel_group()
                 if mapping.expert

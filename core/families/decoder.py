@@ -1,0 +1,145 @@
+"""What the decoders here have in common: keys, sizes and parts, of which a family's file makes its description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.core.families.family import REFUSED, Bound, Honoured, Part
+
+
+def same_as_heads(sizes: Mapping[str, Any]) -> Any:
+    """As many key heads as query heads."""
+    return sizes["num_attention_heads"]
+
+
+def hidden_over_heads(sizes: Mapping[str, Any]) -> Any:
+    """A head's width if the heads share the hidden size evenly."""
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    return hidden // heads if hidden % heads == 0 else REFUSED
+
+
+SIZES = {
+    "vocab_size": Honoured(int),
+    "hidden_size": Honoured(int),
+    "intermediate_size": Honoured(int),
+    "num_hidden_layers": Honoured(int),
+    "num_attention_heads": Honoured(int),
+    "max_position_embeddings": Honoured(int),
+    "rms_norm_eps": Honoured(float, absent=1e-6),
+    "tie_word_embeddings": Honoured(bool, absent=False),
+}
+
+
+def _all_full(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(one == "full_attention" for one in value)
+
+
+UNQUANTISED = "take the checkpoint that is not quantised, or write one in bfloat16 from it"
+_DTYPES = ("float32", "float16", "bfloat16", None)
+
+
+def bound(model_class: str) -> dict[str, Bound]:
+    """Keys that have one meaning in every decoder here. model_class: the family's in transformers."""
+    return {
+        "architectures": Bound((None,), lambda value: value == [model_class]),
+        "quantization_config": Bound((None,), remedy=UNQUANTISED),
+        "compression_config": Bound((None,), remedy=UNQUANTISED),
+        "dtype": Bound(_DTYPES, remedy=UNQUANTISED),
+        "torch_dtype": Bound(_DTYPES, remedy=UNQUANTISED),
+        "hidden_act": Bound(("silu",)),
+        "attention_bias": Bound((False,)),
+        "mlp_bias": Bound((False,)),
+        "attention_dropout": Bound((0, 0.0)),
+        "use_sliding_window": Bound((False,)),
+        "layer_types": Bound((None,), _all_full),
+        "use_mrope": Bound((False,)),
+        "rope_interleaved": Bound((False,)),
+        "chunk_size_feed_forward": Bound((0,)),
+        "pruned_heads": Bound(({}, None)),
+        "is_encoder_decoder": Bound((False,)),
+        "is_decoder": Bound((False,)),
+        "add_cross_attention": Bound((False,)),
+        "tie_encoder_decoder": Bound((False,)),
+    }
+
+
+_NOTES = """
+    model_type transformers_version _name_or_path name_or_path _commit_hash auto_map tokenizer_class prefix
+    unsloth_fixed unsloth_version transformers.js_config is_llama_config
+    _attn_implementation _attn_implementation_autoset attn_implementation
+    _experts_implementation experts_implementation
+"""
+_TRAINING = "initializer_range"
+_OUTPUTS = """
+    use_cache return_dict output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss
+    id2label label2id num_labels problem_type finetuning_task task_specific_params cross_attention_hidden_size
+"""
+_TOKENS = """
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+"""
+_GENERATION = """
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature
+    top_k top_p typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
+HARMLESS = frozenset((_NOTES + _TRAINING + _OUTPUTS + _TOKENS + _GENERATION).split())
+NO_WINDOW = {"sliding_window", "max_window_layers"}  # harmless where use_sliding_window is bound to false
+
+_IN, _AT = "decoder.layers.{layer}", "model.layers.{layer}"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BEFORE = (Part("embedding.word_embeddings.weight", {EMBEDDING: ("vocab", "hidden")}, 0),)
+AFTER = (
+    Part("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}),
+    Part("output_layer.weight", {HEAD: ("vocab", "hidden")}, 0),
+)
+NORMS = (
+    Part(f"{_IN}.input_layernorm.weight", {f"{_AT}.input_layernorm.weight": ("hidden",)}),
+    Part(f"{_IN}.pre_mlp_layernorm.weight", {f"{_AT}.post_attention_layernorm.weight": ("hidden",)}),
+)
+_ROWS = (("q", "q"), ("k", "kv"), ("v", "kv"))
+ATTENTION = (
+    Part(
+        f"{_IN}.self_attention.linear_qkv.weight",
+        {f"{_AT}.self_attn.{name}_proj.weight": (rows, "hidden") for name, rows in _ROWS},
+        0,
+        "heads",
+    ),
+    Part(f"{_IN}.self_attention.linear_proj.weight", {f"{_AT}.self_attn.o_proj.weight": ("hidden", "q")}, 1),
+)
+QKV_BIAS = (
+    Part(
+        f"{_IN}.self_attention.linear_qkv.bias",
+        {f"{_AT}.self_attn.{name}_proj.bias": (rows,) for name, rows in _ROWS},
+        0,
+        "heads",
+    ),
+)
+QK_NORM = tuple(
+    Part(
+        f"{_IN}.self_attention.{name}_layernorm.weight",
+        {f"{_AT}.self_attn.{name}_norm.weight": ("head_dim",)},
+    )
+    for name in "qk"
+)
+
+
+def gated(inside: str, stored: str, width: str) -> tuple[Part, ...]:
+    """A gated feed-forward part. inside, stored: where it is in a layer, here and in the checkpoint; width: its size's name."""
+    return (
+        Part(
+            f"{_IN}.{inside}.linear_fc1.weight",
+            {f"{_AT}.{stored}.{name}_proj.weight": (width, "hidden") for name in ("gate", "up")},
+            0,
+            "pair",
+        ),
+        Part(f"{_IN}.{inside}.linear_fc2.weight", {f"{_AT}.{stored}.down_proj.weight": ("hidden", width)}, 1),
+    )
+
+
+DENSE = gated("mlp", "mlp", "ffn")
+EXPERTS = (
+    Part(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),
+    *gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", "expert_ffn"),
+)

@@ -1,0 +1,95 @@
+"""What a family of models is: the keys of its config.json, its parts, and the tensors that a checkpoint stores for each part.
+
+One description serves the check, the plan, the trainer, the embedded engine and exports. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+# without this key the model is unclear: upstream's default differs between families
+REFUSED: Final = object()
+
+
+@dataclass(frozen=True)
+class Honoured:
+    """A key that the model is built from.
+
+    `kind`: int (at least 1), float (above 0) or bool. `absent` and `null`: the value if the key is missing or null, or a
+    function of the sizes read before it; REFUSED if a file must have the key.
+    """
+
+    kind: type
+    absent: Any = REFUSED
+    null: Any = REFUSED
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A key whose allowed values, listed or accepted by `allows`, mean the model that is built.
+
+    `default`: the value that upstream's class takes if the key is missing; a missing key is refused if it is not allowed.
+    """
+
+    values: tuple[Any, ...] = ()
+    allows: Callable[[Any], bool] | None = None
+    remedy: str = "take another model"
+    default: Any = REFUSED
+
+    def takes(self, value: Any) -> bool:
+        """Whether the value means the model that is built."""
+        listed = any(type(value) is type(one) and value == one for one in self.values)
+        return listed or (self.allows is not None and self.allows(value))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter of megatron's model, and the tensors of a checkpoint that hold it.
+
+    `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of sizes: `vocab`, `hidden`, `q`
+    and `kv` (all heads together), `head_dim`, `ffn`, `expert_ffn`, `experts`. Names may contain {layer} and {expert}.
+    `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `heads` query, key and value by
+    group of heads. `split`: the dimension that is cut over tensor parallel ranks; None: each has all of it.
+    """
+
+    parameter: str
+    tensors: Mapping[str, tuple[str, ...]]
+    split: int | None = None
+    form: Literal["one", "pair", "heads"] = "one"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of decoder-only models, named as `model_type` of config.json names it.
+
+    `model_class`: its class in transformers. `keys`: what the model is built from. `bound`: keys with one meaning here.
+    `harmless`: keys of which no value changes a log-probability. The three have every key that the class declares. `layer`: parts of
+    every layer; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
+    """
+
+    name: str
+    title: str
+    model_class: str
+    keys: Mapping[str, Honoured]
+    bound: Mapping[str, Bound]
+    harmless: frozenset[str]
+    before: tuple[Part, ...]
+    layer: tuple[Part, ...]
+    after: tuple[Part, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts, as a model has them in order."""
+        return (*self.before, *self.layer, *self.after)
+
+    def __post_init__(self) -> None:
+        twice = sorted(
+            {*self.keys} & {*self.bound} | {*self.keys} & self.harmless | {*self.bound} & self.harmless
+        )
+        assert not twice, f"family {self.name}: {twice} has two meanings"
+
+    def has(self, parameter: str) -> bool:
+        """Whether each layer has such a parameter."""
+        return any(part.parameter.endswith(parameter) for part in self.layer)

@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5: queries, keys and values have biases."""
+
+from __future__ import annotations
+
+from millrace.core.families import decoder
+from millrace.core.families.family import Family, Honoured
+
+QWEN2 = Family(
+    name="qwen2",
+    title="Qwen2",
+    model_class="Qwen2ForCausalLM",
+    keys={
+        **decoder.SIZES,
+        "num_key_value_heads": Honoured(int, null=decoder.same_as_heads),
+        "head_dim": Honoured(int, absent=decoder.hidden_over_heads),
+    },
+    bound=decoder.bound("Qwen2ForCausalLM"),
+    harmless=decoder.HARMLESS | decoder.NO_WINDOW,
+    before=decoder.BEFORE,
+    layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QKV_BIAS, *decoder.DENSE),
+    after=decoder.AFTER,
+)

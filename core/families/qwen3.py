@@ -1,0 +1,45 @@
+"""Qwen3, dense and as a mixture of experts: queries and keys are normalised, head by head."""
+
+from __future__ import annotations
+
+from millrace.core.families import decoder
+from millrace.core.families.family import Bound, Family, Honoured
+
+QWEN3 = Family(
+    name="qwen3",
+    title="Qwen3",
+    model_class="Qwen3ForCausalLM",
+    keys={
+        **decoder.SIZES,
+        "num_key_value_heads": Honoured(int, null=decoder.same_as_heads),
+        "head_dim": Honoured(int),
+    },
+    bound=decoder.bound("Qwen3ForCausalLM"),
+    harmless=decoder.HARMLESS | decoder.NO_WINDOW,
+    before=decoder.BEFORE,
+    layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QK_NORM, *decoder.DENSE),
+    after=decoder.AFTER,
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    title="Qwen3-MoE",
+    model_class="Qwen3MoeForCausalLM",
+    keys={
+        **decoder.SIZES,
+        "num_key_value_heads": Honoured(int),
+        "head_dim": Honoured(int, absent=decoder.hidden_over_heads),
+        "num_experts": Honoured(int),
+        "num_experts_per_tok": Honoured(int),
+        "moe_intermediate_size": Honoured(int),
+        "norm_topk_prob": Honoured(bool, absent=False),
+    },
+    bound={
+        **decoder.bound("Qwen3MoeForCausalLM"),
+        "mlp_only_layers": Bound(([], None)),
+        "decoder_sparse_step": Bound((1,)),
+    },
+    harmless=decoder.HARMLESS | decoder.NO_WINDOW | {"output_router_logits", "router_aux_loss_coef"},
+    before=decoder.BEFORE,
+    layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QK_NORM, *decoder.EXPERTS),
+    after=decoder.AFTER,
+)

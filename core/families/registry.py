@@ -1,0 +1,64 @@
+"""The families of models that this process knows: those here, those of installed packages, and those registered by hand.
+
+A package offers a family by an entry point, which every process of a run finds, on every node:
+
+    [project.entry-points."millrace.families"]
+    other = "my_package.families:OTHER"
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from millrace.core.errors import ConfigError
+from millrace.core.families.family import Family
+from millrace.core.families.llama import LLAMA
+from millrace.core.families.mistral import MISTRAL
+from millrace.core.families.qwen2 import QWEN2
+from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
+
+GROUP = "millrace.families"
+BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)
+_known: dict[str, Family] = {family.name: family for family in BUILT_IN}
+
+
+def register_family(family: Family) -> None:
+    """Let this process know a family. Raises ConfigError if another family has its name.
+
+    A run has several processes: offer the family by an entry point, and each of them knows it.
+    """
+    if _known.setdefault(family.name, family) != family:
+        raise ConfigError(
+            "another family has this name",
+            where=f"family {family.name}",
+            remedy="name yours as model_type of your config.json, and give it a name of its own",
+        )
+
+
+def family_of(model_type: object) -> Family | None:
+    """The family that config.json names, or None. Looks at installed packages if it is none of those here."""
+    if not isinstance(model_type, str):
+        return None
+    if model_type not in _known:
+        for found in entry_points(group=GROUP, name=model_type):
+            family = found.load()
+            if not isinstance(family, Family) or family.name != model_type:
+                raise ConfigError(
+                    f"{found.value} is no Family of this name",
+                    where=f"entry point {model_type} of {GROUP}",
+                    remedy="let it name a millrace.core.families.family.Family whose name is the entry point's",
+                )
+            register_family(family)
+    return _known.get(model_type)
+
+
+def named(name: str) -> Family:
+    """The family of an architecture that was read here."""
+    family = family_of(name)
+    assert family is not None, f"an architecture of the unknown family {name}"
+    return family
+
+
+def known_names() -> list[str]:
+    """Names of all families that this process can have."""
+    return sorted({*_known, *(found.name for found in entry_points(group=GROUP))})
