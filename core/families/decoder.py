@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.core.families.family import REFUSED, Bound, Honoured, Part
+from millrace.core.families.family import REFUSED, Bound, Honoured, ModelPart
 
 
 def same_as_heads(sizes: Mapping[str, Any]) -> Any:
@@ -89,27 +89,29 @@ NO_WINDOW = {"sliding_window", "max_window_layers"}  # harmless where use_slidin
 
 _IN, _AT = "decoder.layers.{layer}", "model.layers.{layer}"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BEFORE = (Part("embedding.word_embeddings.weight", {EMBEDDING: ("vocab", "hidden")}, 0),)
+BEFORE = (ModelPart("embedding.word_embeddings.weight", {EMBEDDING: ("vocab", "hidden")}, 0),)
 AFTER = (
-    Part("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}),
-    Part("output_layer.weight", {HEAD: ("vocab", "hidden")}, 0),
+    ModelPart("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}),
+    ModelPart("output_layer.weight", {HEAD: ("vocab", "hidden")}, 0),
 )
 NORMS = (
-    Part(f"{_IN}.input_layernorm.weight", {f"{_AT}.input_layernorm.weight": ("hidden",)}),
-    Part(f"{_IN}.pre_mlp_layernorm.weight", {f"{_AT}.post_attention_layernorm.weight": ("hidden",)}),
+    ModelPart(f"{_IN}.input_layernorm.weight", {f"{_AT}.input_layernorm.weight": ("hidden",)}),
+    ModelPart(f"{_IN}.pre_mlp_layernorm.weight", {f"{_AT}.post_attention_layernorm.weight": ("hidden",)}),
 )
 _ROWS = (("q", "q"), ("k", "kv"), ("v", "kv"))
 ATTENTION = (
-    Part(
+    ModelPart(
         f"{_IN}.self_attention.linear_qkv.weight",
         {f"{_AT}.self_attn.{name}_proj.weight": (rows, "hidden") for name, rows in _ROWS},
         0,
         "heads",
     ),
-    Part(f"{_IN}.self_attention.linear_proj.weight", {f"{_AT}.self_attn.o_proj.weight": ("hidden", "q")}, 1),
+    ModelPart(
+        f"{_IN}.self_attention.linear_proj.weight", {f"{_AT}.self_attn.o_proj.weight": ("hidden", "q")}, 1
+    ),
 )
 QKV_BIAS = (
-    Part(
+    ModelPart(
         f"{_IN}.self_attention.linear_qkv.bias",
         {f"{_AT}.self_attn.{name}_proj.bias": (rows,) for name, rows in _ROWS},
         0,
@@ -117,7 +119,7 @@ QKV_BIAS = (
     ),
 )
 QK_NORM = tuple(
-    Part(
+    ModelPart(
         f"{_IN}.self_attention.{name}_layernorm.weight",
         {f"{_AT}.self_attn.{name}_norm.weight": ("head_dim",)},
     )
@@ -125,21 +127,23 @@ QK_NORM = tuple(
 )
 
 
-def gated(inside: str, stored: str, width: str) -> tuple[Part, ...]:
+def gated(inside: str, stored: str, width: str) -> tuple[ModelPart, ...]:
     """A gated feed-forward part. inside, stored: where it is in a layer, here and in the checkpoint; width: its size's name."""
     return (
-        Part(
+        ModelPart(
             f"{_IN}.{inside}.linear_fc1.weight",
             {f"{_AT}.{stored}.{name}_proj.weight": (width, "hidden") for name in ("gate", "up")},
             0,
             "pair",
         ),
-        Part(f"{_IN}.{inside}.linear_fc2.weight", {f"{_AT}.{stored}.down_proj.weight": ("hidden", width)}, 1),
+        ModelPart(
+            f"{_IN}.{inside}.linear_fc2.weight", {f"{_AT}.{stored}.down_proj.weight": ("hidden", width)}, 1
+        ),
     )
 
 
 DENSE = gated("mlp", "mlp", "ffn")
 EXPERTS = (
-    Part(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),
+    ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),
     *gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", "expert_ffn"),
 )

@@ -45,7 +45,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """One parameter of megatron's model, and the tensors of a checkpoint that hold it.
 
     `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of sizes: `vocab`, `hidden`, `q`
@@ -75,12 +75,12 @@ class Family:
     keys: Mapping[str, Honoured]
     bound: Mapping[str, Bound]
     harmless: frozenset[str]
-    before: tuple[Part, ...]
-    layer: tuple[Part, ...]
-    after: tuple[Part, ...]
+    before: tuple[ModelPart, ...]
+    layer: tuple[ModelPart, ...]
+    after: tuple[ModelPart, ...]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ModelPart, ...]:
         """All parts, as a model has them in order."""
         return (*self.before, *self.layer, *self.after)
 

@@ -20,7 +20,7 @@ from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.config_file import WHOLE
 from millrace.core.families.decoder import EMBEDDING, HEAD, UNQUANTISED
-from millrace.core.families.family import Part
+from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import named
 
 INDEX = "model.safetensors.index.json"
@@ -52,7 +52,7 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its Hugging Face name."""
     family, sizes = named(arch.family), arch.sizes
 
-    def stored(part: Part, **numbers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def stored(part: ModelPart, **numbers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, shape in part.tensors.items():
             yield name.format(**numbers), tuple(sizes[size] for size in shape)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.decoder import EMBEDDING, HEAD
-from millrace.core.families.family import Part
+from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import named
 
 
@@ -23,7 +23,7 @@ from millrace.core.families.registry import named
 class Mapping:
     """The Hugging Face tensors of which one parameter of this rank is a shard."""
 
-    part: Part
+    part: ModelPart
     names: tuple[str, ...]
 
     @property
@@ -78,7 +78,7 @@ def lookup(name: str, *, family: str, layer_offset: int, expert_offset: int, tie
 
 
 @cache
-def _patterns(family: str) -> list[tuple[re.Pattern[str], Part]]:
+def _patterns(family: str) -> list[tuple[re.Pattern[str], ModelPart]]:
     """What the parameters of each part are called."""
 
     def pattern(parameter: str) -> str:
@@ -87,7 +87,7 @@ def _patterns(family: str) -> list[tuple[re.Pattern[str], Part]]:
     return [(re.compile(pattern(part.parameter)), part) for part in named(family).parts]
 
 
-def _fused(part: Part, tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
+def _fused(part: ModelPart, tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
     if part.form == "one":
         return tensors[0]
     if part.form == "pair":
@@ -97,7 +97,7 @@ def _fused(part: Part, tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
     return torch.cat([q, k, v], dim=1).reshape(-1, *tensors[0].shape[1:])
 
 
-def _unfused(part: Part, tensor: Tensor, arch: Architecture) -> list[Tensor]:
+def _unfused(part: ModelPart, tensor: Tensor, arch: Architecture) -> list[Tensor]:
     if part.form == "one":
         return [tensor]
     if part.form == "pair":
