@@ -106,7 +106,9 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, length: in
     )
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
     millrace = [sys.executable, "-m", "millrace.flows.commands"]
-    environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
+    # the reward's module is in this checkout, and the command runs in another folder
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": paths}
     run = RunFolder(str(folder / "runs"), name)
     with Busy() as busy:
         try:

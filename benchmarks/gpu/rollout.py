@@ -140,7 +140,8 @@ async def _raw(ctx: IterationContext, fleet: Fleet, options: argparse.Namespace)
             assert answer.status == 200, await answer.text()
             return len(orjson.loads(await answer.read())["meta_info"]["output_token_logprobs"])
 
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    headers = {"Authorization": f"Bearer {client.key}"} if client.key else None
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         started = time.perf_counter()
         chosen = prompts[: ctx.config.rollout.prompts]
         counts = await asyncio.gather(*(one(session, p, i) for p in chosen for i in range(GROUP)))

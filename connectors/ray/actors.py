@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
+from ray import cloudpickle
 
 from millrace.connectors.host.local_files import keep_private
 from millrace.connectors.host.own_addresses import reach_own_directly
@@ -62,7 +63,7 @@ class Host:
 
     def __init__(
         self,
-        cls: Callable[[Mapping[str, Any], int, int], HeldPart],
+        pickled: bytes,
         config: Mapping[str, Any],
         index: int,
         count: int,
@@ -81,6 +82,8 @@ class Host:
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
         os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace
         self._made_by = made_by
+        # Only now, since modules of a class may look for GPUs when they are imported: CUDA reads once which ones it may see
+        cls: Callable[[Mapping[str, Any], int, int], HeldPart] = cloudpickle.loads(pickled)
         self._held = cls(config, index, count)
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -275,7 +278,9 @@ def make(
     try:
         node = place.node if place else None
         with asked(f"actor {name} cannot be made"):
-            handle = host.remote(cls, dict(config), index, count, environment, node, digest(config))
+            handle = host.remote(
+                cloudpickle.dumps(cls), dict(config), index, count, environment, node, digest(config)
+            )
     except ValueError as error:  # the cluster has not yet noticed that the node of the name's actor died
         raise ActorLostError(f"actor {name} cannot be made yet: {error}") from None
     return Actor(name, handle, limit, starts=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
@@ -16,10 +17,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from millrace.connectors.ray import actors, cluster
+from millrace.connectors.ray import actors, cluster, placement
 from millrace.core.errors import ActorLostError, ActorStalledError, TrainerError
 from millrace.core.waits import Limit
 from tests.support.held_parts import Counter, SlowToStart
+from tests.support.looks_at_gpus import LooksAtGpus
 
 TIMEOUT_S = 60
 DRIVER = """
@@ -295,3 +297,14 @@ async def test_the_head_and_its_actors_answer_nobody_without_the_token(joined: s
     assert refused == set(RAY_CALLS)
     assert (ray_home / "ray-token").stat().st_mode & 0o777 == 0o600
     assert await actors.end("watched") == 1
+
+
+async def test_an_actors_modules_are_imported_when_it_sees_its_gpus_alone(joined: str) -> None:
+    """One that looks for GPUs at its import would fix all of them for good: ranks then met on the same one."""
+    here = placement.here()
+    places = [replace(here, environment={placement.VISIBLE: gpu}) for gpu in ("1", "0,2")]
+    made = [actors.make("looks", i, 2, LooksAtGpus, {}, place) for i, place in enumerate(places)]
+    try:
+        assert [(await actor.state())["at_import"] for actor in made] == ["1", "0,2"]
+    finally:
+        await actors.end()
