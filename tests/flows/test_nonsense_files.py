@@ -189,6 +189,8 @@ def folder(file: Path) -> None:
 
 
 NO_FILES = (pipe, endless, hole, folder)
+# Parts of a task without a record. A listing of files has no folder in it: such a part is not there, and its groups are generated again.
+UNRECORDED = "iterations/000002/rollouts/part-"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +214,8 @@ def test_what_is_no_file_or_has_no_end_is_named_with_what_helps(
     files = sorted(path.relative_to(stored).as_posix() for path in stored.rglob("*") if path.is_file())
     for number, path in enumerate(files):
         if not each and path != "run.json" and number % len(NO_FILES) != place:
+            continue
+        if put is folder and path.startswith(UNRECORDED):
             continue
         shutil.copytree(stored, tmp_path / "a")
         file = tmp_path / "a" / path
