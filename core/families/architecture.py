@@ -5,33 +5,12 @@ Knows nothing of files and tensors: config_file.py and tensors.py read those. No
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.families.registry import named
-
-
-@dataclass(frozen=True)
-class RotaryScaling:
-    """Llama 3.1's scaled rotary embedding: short waves stay, long ones are stretched.
-
-    A wave that fits `high_freq_factor` times and more into `original_max_position_embeddings` positions stays unchanged. A
-    wave that fits at most `low_freq_factor` times becomes `factor` times as long; between the two the frequency is
-    interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: float
-
-    def scaled(self, frequencies: Any) -> Any:
-        """Apply the scaling to a tensor of frequencies, radians a position."""
-        fits = frequencies * (self.original_max_position_embeddings / (2 * math.pi))
-        stays = ((fits - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return frequencies * (stays + (1 - stays) / self.factor)
+from millrace.core.families.rope_scaling import KINDS, RotaryScaling
 
 
 @dataclass(frozen=True)
@@ -128,7 +107,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         tied=hf["tie_word_embeddings"],
         eps=hf["rms_norm_eps"],
         rope_theta=hf["rope_theta"],
-        rope_scaling=RotaryScaling(**hf["rope_scaling"]) if hf.get("rope_scaling") else None,
+        rope_scaling=_scaling(hf.get("rope_scaling")),
         experts=experts,
         expert_ffn=hf["moe_intermediate_size"] if experts else 0,
         experts_used=hf["num_experts_per_tok"] if experts else 0,
@@ -136,3 +115,9 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         qkv_bias=family.has("linear_qkv.bias"),
         qk_norm=family.has("q_layernorm.weight"),
     )
+
+
+def _scaling(read: Mapping[str, Any] | None) -> RotaryScaling | None:
+    if read is None:
+        return None
+    return KINDS[read["rope_type"]](**{name: value for name, value in read.items() if name != "rope_type"})

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
-from millrace.core.families.architecture import RotaryScaling
+from millrace.core.families.rope_scaling import KINDS, Llama3Scaling, YarnScaling
 
 ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")  # keys that are read here
-SCALING = tuple(field.name for field in fields(RotaryScaling))
 DEFAULT_THETA = 10000.0  # transformers' own, for every family here
 
 Refuse = Callable[[str, Any, str], NoReturn]
@@ -21,28 +20,50 @@ Refuse = Callable[[str, Any, str], NoReturn]
 
 
 def rotary(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """rope_theta, the base, and rope_scaling: the fields of a RotaryScaling, or None.
+    """rope_theta, the base, and rope_scaling: its kind as rope_type with the fields of that kind, or None.
 
-    Calls `refuse` for any other scaling, and for a partial or ambiguous embedding.
+    Calls `refuse` for a scaling of another kind, and for a partial or ambiguous embedding.
     """
     name, inner = _parameters(config, refuse)
     kinds = {f"{name}.{key}": inner.pop(key) for key in ("rope_type", "type") if key in inner}
     kind = _agreed(kinds, refuse) if kinds else "default"
-    if kind not in ("default", "llama3"):
-        refuse(f"{name}.rope_type", kind, "of scaled rotary embeddings only llama3 is supported")
+    if kind not in ("default", *KINDS):
+        known = f"of scaled rotary embeddings only {', '.join(KINDS)} are supported"
+        refuse(f"{name}.rope_type", kind, known)
     theta = _given("rope_theta", config, name, inner, refuse)
     partial = _given("partial_rotary_factor", config, name, inner, refuse)
     if partial not in (None, 1):
         refuse("partial_rotary_factor", partial, "partial rotary embeddings are not supported")
-    scaling = {
-        key: _number(f"{name}.{key}", inner.pop(key, None), refuse) for key in SCALING if kind == "llama3"
-    }
-    if scaling and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        refuse(f"{name}.high_freq_factor", scaling["high_freq_factor"], "it must be above low_freq_factor")
+    scaling: dict[str, Any] = {}
+    if kind in KINDS:
+        scaling = _scaling(kind, name, inner, refuse)
     for key, value in inner.items():
         refuse(f"{name}.{key}", value, f"a {kind} rotary embedding has no such parameter")
     theta = DEFAULT_THETA if theta is None else _number("rope_theta", theta, refuse)
-    return {"rope_theta": theta, "rope_scaling": scaling or None}
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
+
+
+def _scaling(kind: str, name: str, inner: dict[str, Any], refuse: Refuse) -> dict[str, float]:
+    """Takes the fields of a kind of scaling out of a mapping."""
+    scaling = {
+        field.name: _number(f"{name}.{field.name}", inner.pop(field.name, None), refuse)
+        for field in fields(KINDS[kind])
+        if field.name in inner or field.default is MISSING
+    }
+    made = KINDS[kind](**scaling)
+    if isinstance(made, Llama3Scaling) and not made.low_freq_factor < made.high_freq_factor:
+        refuse(f"{name}.high_freq_factor", made.high_freq_factor, "it must be above low_freq_factor")
+    if isinstance(made, YarnScaling):
+        if made.factor < 1:
+            refuse(f"{name}.factor", made.factor, "it must be at least 1")
+        if made.beta_slow > made.beta_fast:
+            refuse(f"{name}.beta_slow", made.beta_slow, f"it must be at most beta_fast = {made.beta_fast:g}")
+        # SGLang reads neither
+        for key, usual in (("attention_factor", made.table_factor), ("truncate", True)):
+            value = inner.pop(key, None)
+            if value is not None and value != usual:
+                refuse(f"{name}.{key}", value, f"only {usual} is supported, which it is without the key")
+    return scaling
 
 
 def _number(key: str, value: Any, refuse: Refuse) -> float:

@@ -145,11 +145,13 @@ class Decoder:
         self.weights = weights
         half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
         turns = self.shape.rope_theta**-half
-        if self.shape.rope_scaling:
-            turns = self.shape.rope_scaling.scaled(turns)
+        scaling = self.shape.rope_scaling
+        if scaling:
+            turns = scaling.scaled(turns, self.shape.rope_theta)
         frequencies = torch.outer(torch.arange(self.shape.positions, dtype=torch.float32), turns)
         both = torch.cat([frequencies, frequencies], dim=-1)
-        self.cos, self.sin = both.cos(), both.sin()
+        factor = scaling.table_factor if scaling else 1.0
+        self.cos, self.sin = both.cos() * factor, both.sin() * factor
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

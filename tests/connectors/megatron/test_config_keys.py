@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +90,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SPELLINGS: dict[str, dict[str, Any]] = {
     "outside": {"rope_theta": 77.0},
     "whole number": {"rope_theta": 77},
@@ -108,6 +110,16 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "two kinds": {"rope_parameters": {"rope_type": "default", "type": "linear", "factor": 2.0}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_theta": 77.0},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 77.0},
+    "whole yarn": {"rope_parameters": {**YARN, "rope_theta": 77.0}},
+    "older yarn": {"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2.0}, "rope_theta": 77.0},
+    "yarn that shortens": {"rope_parameters": {**YARN, "factor": 0.5, "rope_theta": 77.0}},
+    "yarn with its own attention": {
+        "rope_parameters": {**YARN, "attention_factor": 0.1 * math.log(4.0) + 1, "truncate": True}
+    },
+    "yarn with another attention": {"rope_parameters": {**YARN, "attention_factor": 1.5}},
+    "yarn by parts of dimensions": {"rope_parameters": {**YARN, "truncate": False}},
+    "yarn with mscale": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    "yarn upside down": {"rope_parameters": {**YARN, "beta_fast": 1, "beta_slow": 32}},
     "llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 77.0}},
     "older llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}, "rope_theta": 77.0},
     "llama3 by type": {"rope_scaling": {"type": "llama3", **LLAMA3}, "rope_theta": 77},
@@ -379,12 +391,14 @@ def test_each_spelling_of_the_rotary_embedding(
     assert refused == set(SPELLINGS) & {
         "inside and outside",
         "both names",
-        "linear",
-        "linear by type",
-        "older linear",
         "two kinds",
         "dynamic",
         "yarn",
+        "yarn that shortens",
+        "yarn with another attention",
+        "yarn by parts of dimensions",
+        "yarn with mscale",
+        "yarn upside down",
         "llama3 without a factor",
         "llama3 without a length",
         "llama3 upside down",

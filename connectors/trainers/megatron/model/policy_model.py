@@ -41,10 +41,11 @@ class PolicyModel(GPTModel):
     """
 
     router_losses: RouterLosses | None = None  # for a mixture of experts with auxiliary losses
+    table_factor = 1.0  # of cosines and sines
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
-        inputs[1] = rotary_table(inputs[1], position_ids[0])
+        inputs[1] = rotary_table(inputs[1], position_ids[0]) * self.table_factor
         return tuple(inputs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -122,6 +123,8 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         tc.kv_channels, 1.0, rotary_base=hf["rope_theta"], use_cpu_initialization=True
     ).inv_freq
     scaling = architecture(hf).rope_scaling
-    model.rotary_pos_emb.inv_freq = scaling.scaled(frequencies) if scaling else frequencies
+    if scaling:
+        frequencies, model.table_factor = scaling.scaled(frequencies, hf["rope_theta"]), scaling.table_factor
+    model.rotary_pos_emb.inv_freq = frequencies
     model.router_losses = losses
     return model
