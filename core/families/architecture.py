@@ -33,6 +33,7 @@ class Architecture:
     experts: int  # 0: dense
     expert_ffn: int
     experts_used: int  # by a token
+    shared_ffn: int  # of the expert that every token uses, behind a gate; 0: none
     norm_topk: bool  # whether the weights of a token's experts sum to 1
     qkv_bias: bool  # whether queries, keys and values have biases
     qk_norm: bool  # whether queries and keys are normalised, head by head
@@ -49,7 +50,9 @@ class Architecture:
             "head_dim": self.head_dim,
             "ffn": self.ffn,
             "expert_ffn": self.expert_ffn,
+            "shared_ffn": self.shared_ffn,
             "experts": self.experts,
+            "one": 1,
         }
 
     @property
@@ -69,9 +72,14 @@ class Architecture:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer."""
-        router = self.experts * self.hidden
-        return self.attention + router + self.mlp * max(1, self.experts) + 2 * self.hidden
+        """Parameters of one layer, without biases and the norms of heads."""
+        return self.attention + self.shared + self.mlp * max(1, self.experts) + 2 * self.hidden
+
+    @property
+    def shared(self) -> int:
+        """Parameters of one layer's router, and of its shared expert with its gate."""
+        gate = self.hidden if self.shared_ffn else 0
+        return self.experts * self.hidden + 3 * self.hidden * self.shared_ffn + gate
 
     @property
     def parameters(self) -> int:
@@ -81,8 +89,7 @@ class Architecture:
 
     def flops(self, tokens: int) -> int:
         """Operations of a forward pass over one sequence: products with weights, and causal attention, which is quadratic."""
-        router = self.experts * self.hidden
-        layer = self.attention + router + self.mlp * max(1, self.experts_used)
+        layer = self.attention + self.shared + self.mlp * max(1, self.experts_used)
         scores = self.layers * self.heads * self.head_dim * tokens**2
         return 2 * (tokens * (self.layers * layer + self.embedding) + scores)
 
@@ -111,6 +118,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         experts=experts,
         expert_ffn=hf["moe_intermediate_size"] if experts else 0,
         experts_used=hf["num_experts_per_tok"] if experts else 0,
+        shared_ffn=hf.get("shared_expert_intermediate_size", 0),
         norm_topk=experts > 0 and hf["norm_topk_prob"],
         qkv_bias=family.has("linear_qkv.bias"),
         qk_norm=family.has("q_layernorm.weight"),

@@ -147,3 +147,8 @@ EXPERTS = (
     ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),
     *gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", "expert_ffn"),
 )
+SHARED_GATE = (
+    ModelPart(
+        f"{_IN}.mlp.shared_experts.gate_weight", {f"{_AT}.mlp.shared_expert_gate.weight": ("one", "hidden")}
+    ),
+)

@@ -49,7 +49,8 @@ class ModelPart:
     """One parameter of megatron's model, and the tensors of a checkpoint that hold it.
 
     `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of sizes: `vocab`, `hidden`, `q`
-    and `kv` (all heads together), `head_dim`, `ffn`, `expert_ffn`, `experts`. Names may contain {layer} and {expert}.
+    and `kv` (all heads together), `head_dim`, `ffn`,
+    `expert_ffn`, `shared_ffn`, `experts`, `one`. Names may contain {layer} and {expert}.
     `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `heads` query, key and value by
     group of heads. `split`: the dimension that is cut over tensor parallel ranks; None: each has all of it.
     """

@@ -15,10 +15,11 @@ from millrace.core.families.family import Family
 from millrace.core.families.llama import LLAMA
 from millrace.core.families.mistral import MISTRAL
 from millrace.core.families.qwen2 import QWEN2
+from millrace.core.families.qwen2_moe import QWEN2_MOE
 from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
 
 GROUP = "millrace.families"
-BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)
+BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
 _known: dict[str, Family] = {family.name: family for family in BUILT_IN}
 
 

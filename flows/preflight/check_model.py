@@ -150,6 +150,8 @@ def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iter
     cut = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     if not shape.experts or p.expert == 1:
         cut["MLP channels"] = shape.expert_ffn if shape.experts else shape.ffn
+    if shape.shared_ffn:
+        cut["channels of the shared expert"] = shape.shared_ffn
     for name, size in cut.items():
         if size % p.tensor:
             yield Problem(

@@ -180,6 +180,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "Qwen1.5-MoE-A2.7B": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 8192,
+        "max_window_layers": 21,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.39.0.dev0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "Qwen3-0.6B": {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
@@ -269,6 +302,7 @@ PARAMETERS = {  # published, in all digits
     "Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "SmolLM2-135M": 134_515_008,
     "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-30B-A3B": 30_532_122_624,
 }
@@ -290,7 +324,8 @@ def test_a_window_of_mistrals_is_refused_also_if_it_is_the_default(window: dict[
 
 
 def shape_of(family: str, tied: bool = False) -> Any:
-    own: dict[str, Any] = {"qwen3_moe": EXPERTS, "mistral": {"sliding_window": None}}
+    shared = {**EXPERTS, "shared_expert_intermediate_size": 6}
+    own: dict[str, Any] = {"qwen3_moe": EXPERTS, "qwen2_moe": shared, "mistral": {"sliding_window": None}}
     config = {"model_type": family, "tie_word_embeddings": tied, **SIZES, **own.get(family, {})}
     return architecture(resolved(config, "test"))
 

@@ -9,6 +9,7 @@ CLASSES = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
     "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe",
     "llama": "Llama",
     "mistral": "Mistral",
 }
@@ -38,6 +39,14 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
+        }
+    if family == "qwen2_moe":
+        values |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": False,
         }
     if family == "mistral":
         values |= {"sliding_window": None}

@@ -86,14 +86,18 @@ class Weights:
         layer = {name: self._one(parameter, number) for name, parameter in LAYER.items()}
         if self.shape.experts:
             layer["router"] = self._one("mlp.router.weight", number)
-            layer["experts"] = [self._mlp(number, expert) for expert in range(self.shape.experts)]
+            one = "local_experts.{expert}"
+            layer["experts"] = [self._mlp(one, number, expert) for expert in range(self.shape.experts)]
         else:
-            layer["mlp"] = self._mlp(number)
+            layer["mlp"] = self._mlp("mlp", number)
+        if self.shape.shared_ffn:
+            layer["shared"] = self._mlp("shared_experts", number)
+            layer["shared_gate"] = self._one("shared_experts.gate_weight", number)
         return layer
 
-    def _mlp(self, layer: int, expert: int = 0) -> tuple[Tensor, Tensor]:
-        gate_up = torch.cat(self._of("linear_fc1.weight", layer, expert))
-        (down,) = self._of("linear_fc2.weight", layer, expert)
+    def _mlp(self, place: str, layer: int, expert: int = 0) -> tuple[Tensor, Tensor]:
+        gate_up = torch.cat(self._of(f"{place}.linear_fc1.weight", layer, expert))
+        (down,) = self._of(f"{place}.linear_fc2.weight", layer, expert)
         return gate_up, down
 
     def _of(self, parameter: str, layer: int = 0, expert: int = 0) -> list[Tensor]:
@@ -227,6 +231,8 @@ class Decoder:
         out = torch.zeros_like(x)
         for place in range(chosen.shape[1]):
             out = out + parts[:, place] * top[:, place, None].to(x.dtype)
+        if "shared" in layer:
+            out = out + padded_linear(x, layer["shared_gate"]).sigmoid() * _feed_forward(x, *layer["shared"])
         return out
 
 

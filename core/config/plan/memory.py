@@ -40,9 +40,10 @@ def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
     """Parameters that the fullest rank holds: an outer pipeline stage's."""
     p = config.trainer.parallel
     expert_split = p.expert if p.expert > 1 else p.tensor
-    router = shape.experts * shape.hidden
+    router = (shape.experts + (1 if shape.shared_ffn else 0)) * shape.hidden
     mlp = shape.mlp * max(1, shape.experts) // (expert_split if shape.experts else p.tensor)
-    layer = shape.attention // p.tensor + mlp + router + 2 * shape.hidden
+    shared = 3 * shape.hidden * shape.shared_ffn // p.tensor
+    layer = shape.attention // p.tensor + mlp + shared + router + 2 * shape.hidden
     ends = 1 if p.pipeline > 1 or shape.tied else 2
     return (
         max(layers_of_stages(config, shape.layers)) * layer
@@ -127,12 +128,13 @@ def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
     times, ffn = (shape.experts_used, shape.expert_ffn) if shape.experts else (1, shape.ffn)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     streams = 4 * shape.hidden  # two residual sums and their norms
-    inner = 2 * heads + shape.heads * shape.head_dim + 3 * times * ffn  # as projected and as attended; gated
+    gated = times * ffn + shape.shared_ffn
+    inner = 2 * heads + shape.heads * shape.head_dim + 3 * gated  # as projected and as attended; gated
     if shape.experts:
         inner += times * (ffn + 2 * shape.hidden)  # weighted; moved to the experts and back
     if recompute == "selective":
         streams -= 2 * shape.hidden
-        inner -= times * ffn
+        inner -= gated
     layer = tokens * width * ((streams // p.tensor if p.sequence else streams) + inner // p.tensor)
     if recompute == "full":
         return layers * in_flight * tokens * shape.hidden * width + layer

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from examples.plain_rl import adamw, grpo_loss
+from millrace.core.families.registry import BUILT_IN
 from tests.support.plain_trainer import Plain
 from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
 
@@ -66,7 +67,15 @@ TABLE = [
     *(("qwen3", layout, case) for layout in LAYOUTS if layout != "ep2" for case in ANY_MODEL),
     *(("qwen3_moe", "ep2", case) for case in ANY_MODEL),
     *(("qwen3_moe", layout, case) for layout in LAYOUTS for case in EXPERTS),
+    *(("qwen2_moe", layout, "all of it") for layout in LAYOUTS),
+    *(
+        (family.name, layout, "temperature 0.6")
+        for family in BUILT_IN
+        for layout in LAYOUTS
+        if family.name != "qwen3" and (layout != "ep2" or family.has("router.weight"))
+    ),
 ]
+TABLE = list(dict.fromkeys(TABLE))
 
 
 class PlainCase(Plain):
@@ -162,6 +171,7 @@ ALWAYS = {  # each layout and each case once
     *(("qwen3", layout, "temperature 0.6") for layout in LAYOUTS),
     *(("qwen3_moe", layout, "all of it") for layout in LAYOUTS),
     *((kind, "tp2", case) for kind in ("qwen3", "qwen3_moe") for case in (*ANY_MODEL, *EXPERTS)),
+    ("qwen2_moe", "tp2", "all of it"),
 }
 
 

@@ -98,6 +98,8 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     feed_forward = submodules_of(layer.mlp)
     experts_or_dense = submodules_of(feed_forward.experts) if tc.num_moe_experts else feed_forward
     experts_or_dense.activation_func = GatedSilu
+    if tc.moe_shared_expert_intermediate_size:
+        submodules_of(feed_forward.shared_experts).activation_func = GatedSilu
     if losses is not None:
         feed_forward.router = partial(LossRouter, losses)
     attention = layer.self_attention.submodules

@@ -69,6 +69,8 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
             "num_moe_experts": arch.experts,
             "moe_router_topk": hf["num_experts_per_tok"],
             "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_shared_expert_intermediate_size": arch.shared_ffn or None,
+            "moe_shared_expert_gate": arch.shared_ffn > 0,
             "moe_router_pre_softmax": not arch.norm_topk,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
