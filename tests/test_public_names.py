@@ -18,6 +18,7 @@ NAMES = [
     "Done",
     "EngineError",
     "Environment",
+    "Family",
     "GroupFilter",
     "GroupSample",
     "LimitReachedError",
@@ -43,6 +44,8 @@ NAMES = [
     "ToolError",
     "TrainerError",
     "Turn",
+    "family_named",
+    "register_family",
     "run_python",
 ]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.core.families.registry import named
+from millrace.core.families.registry import family_named
 from millrace.core.families.rope_scaling import KINDS, RotaryScaling
 
 
@@ -100,7 +100,7 @@ class Architecture:
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
     """The sizes in a config.json that was read by `read_hf_config`."""
-    experts, family = hf.get("num_experts", 0), named(hf["model_type"])
+    experts, family = hf.get("num_experts", 0), family_named(hf["model_type"])
     return Architecture(
         family=family.name,
         layers=hf["num_hidden_layers"],

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.family import REFUSED, Family, Honoured
-from millrace.core.families.registry import family_of, known_names, named
+from millrace.core.families.registry import family_named, family_of, known_names
 from millrace.core.families.rotary import ROTARY, rotary
 from millrace.core.plain_text import json_text
 
@@ -96,7 +96,7 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def undeclared_keys(config: Mapping[str, Any]) -> list[str]:
     """Keys of a config.json that its family does not have, and that change nothing."""
-    family = named(config["model_type"])
+    family = family_named(config["model_type"])
     known = {*family.keys, *family.bound, *family.harmless, *ROTARY, *ALIASES}
     return sorted(key for key, value in config.items() if key not in known and value is not None)
 

@@ -39,29 +39,27 @@ UNQUANTISED = "take the checkpoint that is not quantised, or write one in bfloat
 _DTYPES = ("float32", "float16", "bfloat16", None)
 
 
-def bound(model_class: str) -> dict[str, Bound]:
-    """Keys that have one meaning in every decoder here. model_class: the family's in transformers."""
-    return {
-        "architectures": Bound((None,), lambda value: value == [model_class]),
-        "quantization_config": Bound((None,), remedy=UNQUANTISED),
-        "compression_config": Bound((None,), remedy=UNQUANTISED),
-        "dtype": Bound(_DTYPES, remedy=UNQUANTISED),
-        "torch_dtype": Bound(_DTYPES, remedy=UNQUANTISED),
-        "hidden_act": Bound(("silu",)),
-        "attention_bias": Bound((False,)),
-        "mlp_bias": Bound((False,)),
-        "attention_dropout": Bound((0, 0.0)),
-        "use_sliding_window": Bound((False,)),
-        "layer_types": Bound((None,), _all_full),
-        "use_mrope": Bound((False,)),
-        "rope_interleaved": Bound((False,)),
-        "chunk_size_feed_forward": Bound((0,)),
-        "pruned_heads": Bound(({}, None)),
-        "is_encoder_decoder": Bound((False,)),
-        "is_decoder": Bound((False,)),
-        "add_cross_attention": Bound((False,)),
-        "tie_encoder_decoder": Bound((False,)),
-    }
+# keys that have one meaning in every decoder here
+BOUND = {
+    "quantization_config": Bound((None,), remedy=UNQUANTISED),
+    "compression_config": Bound((None,), remedy=UNQUANTISED),
+    "dtype": Bound(_DTYPES, remedy=UNQUANTISED),
+    "torch_dtype": Bound(_DTYPES, remedy=UNQUANTISED),
+    "hidden_act": Bound(("silu",)),
+    "attention_bias": Bound((False,)),
+    "mlp_bias": Bound((False,)),
+    "attention_dropout": Bound((0, 0.0)),
+    "use_sliding_window": Bound((False,)),
+    "layer_types": Bound((None,), _all_full),
+    "use_mrope": Bound((False,)),
+    "rope_interleaved": Bound((False,)),
+    "chunk_size_feed_forward": Bound((0,)),
+    "pruned_heads": Bound(({}, None)),
+    "is_encoder_decoder": Bound((False,)),
+    "is_decoder": Bound((False,)),
+    "add_cross_attention": Bound((False,)),
+    "tie_encoder_decoder": Bound((False,)),
+}
 
 
 _NOTES = """

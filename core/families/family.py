@@ -6,7 +6,7 @@ One description serves the check, the plan, the trainer, the embedded engine and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 # without this key the model is unclear: upstream's default differs between families
@@ -60,12 +60,18 @@ class ModelPart:
     split: int | None = None
     form: Literal["one", "pair", "heads"] = "one"
 
+    def renamed(self, old: str, new: str) -> ModelPart:
+        """The same part with other names of tensors."""
+        tensors = {name.replace(old, new): shape for name, shape in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
 
 @dataclass(frozen=True)
 class Family:
     """A family of decoder-only models, named as `model_type` of config.json names it.
 
-    `model_class`: its class in transformers. `keys`: what the model is built from. `bound`: keys with one meaning here.
+    `model_class`: its class in transformers. `keys`: what the model is built from. `bound`: keys with one meaning here; `architectures` is
+    among them by itself.
     `harmless`: keys of which no value changes a log-probability. The three have every key that the class declares. `layer`: parts of
     every layer; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
     """
@@ -86,6 +92,8 @@ class Family:
         return (*self.before, *self.layer, *self.after)
 
     def __post_init__(self) -> None:
+        only = Bound((None, [self.model_class]))
+        object.__setattr__(self, "bound", {**self.bound, "architectures": only})
         twice = sorted(
             {*self.keys} & {*self.bound} | {*self.keys} & self.harmless | {*self.bound} & self.harmless
         )

@@ -14,7 +14,7 @@ LLAMA = Family(
         "num_key_value_heads": Honoured(int, absent=decoder.same_as_heads, null=decoder.same_as_heads),
         "head_dim": Honoured(int, absent=decoder.hidden_over_heads, null=decoder.hidden_over_heads),
     },
-    bound=decoder.bound("LlamaForCausalLM"),
+    bound=decoder.BOUND,
     harmless=decoder.HARMLESS | {"pretraining_tp"},
     before=decoder.BEFORE,
     layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.DENSE),

@@ -17,7 +17,7 @@ MISTRAL = Family(
         "head_dim": Honoured(int, absent=decoder.hidden_over_heads, null=decoder.hidden_over_heads),
     },
     bound={
-        **decoder.bound("MistralForCausalLM"),
+        **decoder.BOUND,
         "sliding_window": Bound((None,), remedy=WHOLE_WINDOW, default=4096),
     },
     harmless=decoder.HARMLESS,

@@ -14,7 +14,7 @@ QWEN2 = Family(
         "num_key_value_heads": Honoured(int, null=decoder.same_as_heads),
         "head_dim": Honoured(int, absent=decoder.hidden_over_heads),
     },
-    bound=decoder.bound("Qwen2ForCausalLM"),
+    bound=decoder.BOUND,
     harmless=decoder.HARMLESS | decoder.NO_WINDOW,
     before=decoder.BEFORE,
     layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QKV_BIAS, *decoder.DENSE),

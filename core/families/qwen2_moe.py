@@ -20,7 +20,7 @@ QWEN2_MOE = Family(
         "norm_topk_prob": Honoured(bool, absent=False),
     },
     bound={
-        **decoder.bound("Qwen2MoeForCausalLM"),
+        **decoder.BOUND,
         "mlp_only_layers": Bound(([], None)),
         "decoder_sparse_step": Bound((1,)),
         "qkv_bias": Bound((True,)),

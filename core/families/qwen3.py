@@ -14,7 +14,7 @@ QWEN3 = Family(
         "num_key_value_heads": Honoured(int, null=decoder.same_as_heads),
         "head_dim": Honoured(int),
     },
-    bound=decoder.bound("Qwen3ForCausalLM"),
+    bound=decoder.BOUND,
     harmless=decoder.HARMLESS | decoder.NO_WINDOW,
     before=decoder.BEFORE,
     layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QK_NORM, *decoder.DENSE),
@@ -34,7 +34,7 @@ QWEN3_MOE = Family(
         "norm_topk_prob": Honoured(bool, absent=False),
     },
     bound={
-        **decoder.bound("Qwen3MoeForCausalLM"),
+        **decoder.BOUND,
         "mlp_only_layers": Bound(([], None)),
         "decoder_sparse_step": Bound((1,)),
     },

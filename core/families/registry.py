@@ -53,7 +53,7 @@ def family_of(model_type: object) -> Family | None:
     return _known.get(model_type)
 
 
-def named(name: str) -> Family:
+def family_named(name: str) -> Family:
     """The family of an architecture that was read here."""
     family = family_of(name)
     assert family is not None, f"an architecture of the unknown family {name}"

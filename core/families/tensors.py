@@ -21,7 +21,7 @@ from millrace.core.families.architecture import Architecture
 from millrace.core.families.config_file import WHOLE
 from millrace.core.families.decoder import EMBEDDING, HEAD, UNQUANTISED
 from millrace.core.families.family import ModelPart
-from millrace.core.families.registry import named
+from millrace.core.families.registry import family_named
 
 INDEX = "model.safetensors.index.json"
 ONLY_FILE = "model.safetensors"
@@ -50,7 +50,7 @@ class StoredTensor:
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its Hugging Face name."""
-    family, sizes = named(arch.family), arch.sizes
+    family, sizes = family_named(arch.family), arch.sizes
 
     def stored(part: ModelPart, **numbers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, shape in part.tensors.items():
@@ -74,7 +74,7 @@ def stored_names(arch: Architecture, parameter: str, *, layer: int = 0, expert: 
 
     Empty if the family has no such parameter.
     """
-    parts = (part for part in named(arch.family).parts if part.parameter.endswith(f".{parameter}"))
+    parts = (part for part in family_named(arch.family).parts if part.parameter.endswith(f".{parameter}"))
     return [name.format(layer=layer, expert=expert) for part in parts for name in part.tensors]
 
 

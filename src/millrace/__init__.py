@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from millrace.core.errors import StorageError as StorageError
     from millrace.core.errors import TrainerError as TrainerError
     from millrace.core.families.family import Family as Family
+    from millrace.core.families.registry import family_named as family_named
     from millrace.core.families.registry import register_family as register_family
     from millrace.core.hooks.protocols import Advantage as Advantage
     from millrace.core.hooks.protocols import BufferedGroup as BufferedGroup
@@ -68,7 +69,7 @@ _MODULES = {
     ],
     "millrace.core.config": ["RunConfig"],
     "millrace.core.families.family": ["Family"],
-    "millrace.core.families.registry": ["register_family"],
+    "millrace.core.families.registry": ["family_named", "register_family"],
     "millrace.core.hooks.protocols": [
         "Advantage",
         "BufferFilter",

@@ -160,7 +160,7 @@ def stages(mode: str) -> set[str]:
     if config.algorithm.supervised:
         return worked("flows/sft.py", "sft_iteration")
     if config.pipeline.rollouts_from:
-        return worked("flows/driver/rollouts_source.py", "train_stored")
+        return worked("flows/driver/stored_rollouts.py", "train_stored")
     whole = worked("flows/train.py", "iteration", "_fill_batch", "_generate", "_score", "_until_filled")
     whole |= worked("flows/driver/iteration_slots.py", "evaluate_if_due", "evaluate_beside")
     if config.pipeline.rollouts_only:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.trainers.megatron import comparison
+from millrace.connectors.trainers.megatron import refusals
 from millrace.core import logprob_gap
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
@@ -54,7 +54,7 @@ def test_a_branch_takes_what_is_offered_for_a_branch(field: str) -> None:
 
 
 def test_each_field_that_a_message_names_is_tried() -> None:
-    trees = [ast.parse(Path(str(module.__file__)).read_text()) for module in (logprob_gap, comparison)]
+    trees = [ast.parse(Path(str(module.__file__)).read_text()) for module in (logprob_gap, refusals)]
     texts = [
         node.value
         for tree in trees

@@ -26,4 +26,4 @@ class LocalBoard:
 
 
 def facts(token: int) -> Facts:
-    return Facts({}, {}, "/", token, "id", "", "")
+    return Facts({}, {}, "/", token, "id", "")

@@ -174,7 +174,7 @@ class Place:
         self.dies: Callable[[ShardCall], bool] = lambda _: False
         self.running: dict[int, asyncio.Task[Any]] = {}
         board = LocalBoard()
-        self.facts = Facts(config.for_actors(), {}, str(Path.cwd()), lease.token, "id", "", "")
+        self.facts = Facts(config.for_actors(), {}, str(Path.cwd()), lease.token, "id", "")
         board.board.serve(self.facts)
         self.actor = cast(Actor[Board], board)
         self.runtime.board = KeeperHere(config, self.runtime, self.actor)

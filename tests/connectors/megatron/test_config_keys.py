@@ -33,7 +33,7 @@ from millrace.core.families.config_file import (
     resolved,
     undeclared_keys,
 )
-from millrace.core.families.registry import BUILT_IN, named
+from millrace.core.families.registry import BUILT_IN, family_named
 from millrace.core.families.rotary import ROTARY
 from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
@@ -252,7 +252,7 @@ def keys_of(family: str, written: dict[str, Any]) -> list[str]:
     from transformers import AutoConfig
 
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
-    here = named(family)
+    here = family_named(family)
     ours = {*here.keys, *here.bound, *here.harmless, *ROTARY, *ALIASES}
     return sorted(fields | set(written) | ours | set(OF_OTHERS) | READ_UNDECLARED)
 
@@ -263,7 +263,7 @@ def test_every_key_that_the_familys_class_declares_is_in_a_table(family: str) ->
     from transformers import AutoConfig
 
     declared = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
-    here = named(family)
+    here = family_named(family)
     assert not declared - {*here.keys, *here.bound, *here.harmless, *ROTARY}
 
 
@@ -311,7 +311,7 @@ def test_each_key_changed_in_turn(
     for key in keys_of(family, written):
         for value in other_values(key, written.get(key)):
             changed = {name: one for name, one in {**written, key: value}.items() if one is not ABSENT}
-            harmless = key in named(family).harmless
+            harmless = key in family_named(family).harmless
             outcome = compare(changed, folder, plain, scorer, harmless=harmless)
             if outcome == "equal":
                 tried.add(key)
@@ -320,7 +320,7 @@ def test_each_key_changed_in_turn(
             if outcome not in ("equal", "refused", "refused by both"):
                 wrong.append(f"{key} = {value}: {outcome}")
     assert not wrong
-    assert tried >= named(family).harmless - {"model_type"}
+    assert tried >= family_named(family).harmless - {"model_type"}
 
 
 def load(rank: Any, whose: str, folder: str) -> None:

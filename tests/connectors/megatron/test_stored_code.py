@@ -238,6 +238,7 @@ READS = {
     ("connectors/trainers/megatron/checkpoint/write_process.py", "pickle.load"): OWN_PROCESS,
     ("connectors/engines/sglang/wire/bucket_payload.py", "pickle.loads"): OWN_PROCESS,
     ("connectors/user_code/pool.py", "pickle.loads"): OWN_PROCESS,
+    ("connectors/ray/actors.py", "cloudpickle.loads"): OWN_PROCESS,
     ("connectors/user_code/process.py", "pickle.loads"): OWN_PROCESS,
     ("core/families/template_process.py", "pickle.loads"): OWN_PROCESS,
     (

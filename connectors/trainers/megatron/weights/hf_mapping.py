@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.decoder import EMBEDDING, HEAD
 from millrace.core.families.family import ModelPart
-from millrace.core.families.registry import named
+from millrace.core.families.registry import family_named
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _patterns(family: str) -> list[tuple[re.Pattern[str], ModelPart]]:
     def pattern(parameter: str) -> str:
         return re.sub(r"\\\{(layer|expert)\\\}", r"(?P<\1>\\d+)", re.escape(parameter))
 
-    return [(re.compile(pattern(part.parameter)), part) for part in named(family).parts]
+    return [(re.compile(pattern(part.parameter)), part) for part in family_named(family).parts]
 
 
 def _fused(part: ModelPart, tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
