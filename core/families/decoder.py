@@ -61,6 +61,17 @@ BOUND = {
     "tie_encoder_decoder": Bound((False,)),
 }
 
+# of Qwen's mixtures of experts
+EXPERT_SIZES = {
+    "num_key_value_heads": Honoured(int),
+    "head_dim": Honoured(int, absent=hidden_over_heads),
+    "num_experts": Honoured(int),
+    "num_experts_per_tok": Honoured(int),
+    "moe_intermediate_size": Honoured(int),
+    "norm_topk_prob": Honoured(bool, absent=False),
+}
+EXPERTS_EVERYWHERE = {"mlp_only_layers": Bound(([], None)), "decoder_sparse_step": Bound((1,))}
+ROUTER_LOSSES = {"output_router_logits", "router_aux_loss_coef"}  # trainer.megatron sets the losses
 
 _NOTES = """
     model_type transformers_version _name_or_path name_or_path _commit_hash auto_map tokenizer_class prefix

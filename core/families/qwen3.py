@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.core.families import decoder
-from millrace.core.families.family import Bound, Family, Honoured
+from millrace.core.families.family import Family, Honoured
 
 QWEN3 = Family(
     name="qwen3",
@@ -26,19 +26,10 @@ QWEN3_MOE = Family(
     model_class="Qwen3MoeForCausalLM",
     keys={
         **decoder.SIZES,
-        "num_key_value_heads": Honoured(int),
-        "head_dim": Honoured(int, absent=decoder.hidden_over_heads),
-        "num_experts": Honoured(int),
-        "num_experts_per_tok": Honoured(int),
-        "moe_intermediate_size": Honoured(int),
-        "norm_topk_prob": Honoured(bool, absent=False),
+        **decoder.EXPERT_SIZES,
     },
-    bound={
-        **decoder.BOUND,
-        "mlp_only_layers": Bound(([], None)),
-        "decoder_sparse_step": Bound((1,)),
-    },
-    harmless=decoder.HARMLESS | decoder.NO_WINDOW | {"output_router_logits", "router_aux_loss_coef"},
+    bound={**decoder.BOUND, **decoder.EXPERTS_EVERYWHERE},
+    harmless=decoder.HARMLESS | decoder.NO_WINDOW | decoder.ROUTER_LOSSES,
     before=decoder.BEFORE,
     layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QK_NORM, *decoder.EXPERTS),
     after=decoder.AFTER,
