@@ -49,8 +49,8 @@ class ModelPart:
     """One parameter of megatron's model, and the tensors of a checkpoint that hold it.
 
     `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of sizes: `vocab`, `hidden`, `q`
-    and `kv` (all heads together), `head_dim`, `ffn`,
-    `expert_ffn`, `shared_ffn`, `experts`, `one`. Names may contain {layer} and {expert}.
+    and `kv` (all heads together), `head_dim`, `ffn`, `expert_ffn`, `shared_ffn`, `experts`, `one` (1). Names may contain {layer}
+    and {expert}.
     `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `heads` query, key and value by
     group of heads. `split`: the dimension that is cut over tensor parallel ranks; None: each has all of it.
     """
@@ -70,9 +70,8 @@ class ModelPart:
 class Family:
     """A family of decoder-only models, named as `model_type` of config.json names it.
 
-    `model_class`: its class in transformers. `keys`: what the model is built from. `bound`: keys with one meaning here; `architectures` is
-    among them by itself.
-    `harmless`: keys of which no value changes a log-probability. The three have every key that the class declares. `layer`: parts of
+    `model_class`: its class in transformers. `keys`: what the model is built from. `bound`: keys with one
+    meaning here; `architectures` is among them by itself. `harmless`: keys of which no value changes a log-probability. The three have every key that the class declares. `layer`: parts of
     every layer; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
     """
 

@@ -47,14 +47,14 @@ def family_of(model_type: object) -> Family | None:
                 raise ConfigError(
                     f"{found.value} is no Family of this name",
                     where=f"entry point {model_type} of {GROUP}",
-                    remedy="let it name a millrace.core.families.family.Family whose name is the entry point's",
+                    remedy="let it name a millrace.Family whose name is the entry point's",
                 )
             register_family(family)
     return _known.get(model_type)
 
 
 def family_named(name: str) -> Family:
-    """The family of an architecture that was read here."""
+    """A family of this process or of an installed package, by its name; the name must be known."""
     family = family_of(name)
     assert family is not None, f"an architecture of the unknown family {name}"
     return family

@@ -64,8 +64,8 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv:2309.00071, section 3): as Llama 3.1's, with a ramp over dimensions, and sharper attention.
 
-    A wave that fits `beta_fast` times and more into the original positions stays, one that fits `beta_slow` times becomes `factor` (at least 1)
-    times as long. The ends of the ramp are whole dimensions. Attention scores grow with the square of 0.1 ln(factor) + 1.
+    A wave that fits `beta_fast` times and more into the original positions stays, one that fits `beta_slow` times becomes
+    `factor` (at least 1) times as long. The ends of the ramp are whole dimensions. Attention scores grow with the square of 0.1 ln(factor) + 1.
     """
 
     factor: float
