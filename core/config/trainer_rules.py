@@ -7,18 +7,21 @@ from collections.abc import Iterator
 from millrace.core.config.megatron_options import rules as megatron_options
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.run_config import RunConfig
-from millrace.core.config.trainer import Schedule
+from millrace.core.config.trainer import Parallel, Schedule
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Steps, layout, packs and learning rates that do not add up, and options of megatron-core that are not passed on."""
     yield from _batch(config)
     yield from _passes(config)
-    yield from _parallel(config)
+    if config.trainer.rank is None:
+        yield from _parallel(config)
+        yield from megatron_options.problems(config)
+    else:
+        yield from _of_megatron(config)
     yield from _pack(config)
     yield from _optimizer(config)
     yield from _store_logprobs(config)
-    yield from megatron_options.problems(config)
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
@@ -67,6 +70,22 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
             "sequences are split over tensor parallel ranks, and parallel.tensor is 1",
             "set it to false, or parallel.tensor to 2 or more",
         )
+
+
+def _of_megatron(config: RunConfig) -> Iterator[Problem]:
+    """Settings of megatron-core's trainer, which your own does not read."""
+    parallel, usual = config.trainer.parallel, Parallel()
+    for name in Parallel.model_fields:
+        if getattr(parallel, name) != getattr(usual, name):
+            yield _of_another(f"trainer.parallel.{name}", getattr(parallel, name))
+    for section in ("megatron", "megatron_optimizer", "megatron_ddp"):
+        for name, value in getattr(config.trainer, section).items():
+            yield _of_another(f"trainer.{section}.{name}", value)
+
+
+def _of_another(field: str, value: object) -> Problem:
+    reason = "it is for megatron-core's trainer, and trainer.rank names yours"
+    return Problem(field, value, reason, "remove it, or trainer.rank")
 
 
 def _pack(config: RunConfig) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from millrace.core.config.reading.load import validate
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.rules import problems
 from millrace.core.config.run_config import RunConfig
+from millrace.core.config.trainer import Parallel
 
 BASE: dict[str, Any] = {
     "run": {"name": "a", "iterations": 10},
@@ -23,6 +24,13 @@ BASE: dict[str, Any] = {
 
 
 SUPERVISED = ["algorithm.loss=sft", "rollout.samples_per_prompt=1"]
+OF_MEGATRON = {
+    **{f"trainer.parallel.{name}": 2 for name in Parallel.model_fields if name != "sequence"},
+    "trainer.parallel.sequence": "true",
+    "trainer.megatron.moe_z_loss_coeff": 0.1,
+    "trainer.megatron_optimizer.decoupled_weight_decay": "false",
+    "trainer.megatron_ddp.bucket_size": 100,
+}
 SPECULATIVE = ["engines.kind=sglang", "engines.sglang.speculative_algorithm=STANDALONE"]
 
 
@@ -273,6 +281,10 @@ def test_these_agree(overrides: list[str]) -> None:
         (["tracking.uri=''"], "tracking.uri"),
         (["trainer.megatron.hidden_dropout=0.1"], "trainer.megatron.hidden_dropout"),
         (["trainer.megatron.bf16=true"], "trainer.megatron.bf16"),
+        *(
+            (["trainer.rank=mine:Rank", "trainer.world_size=2", f"{field}={value}"], field)
+            for field, value in OF_MEGATRON.items()
+        ),
         (["engines.sglang.tp_size=2"], "engines.sglang.tp_size"),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature"),
     ],
