@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.decoder import EMBEDDING, HEAD
-from millrace.core.families.tensors import stored_names, tensor_shapes, weight_tensors
+from millrace.core.families.folder_tensors import FolderTensors
+from millrace.core.families.tensors import stored_names, tensor_shapes
 
 ROWS = 16  # with 8, some processors sum in another order than with more
 SPAN = 64  # positions per step of an attention span in decoding
@@ -54,17 +54,10 @@ def read_tensors(folder: Path, shape: Architecture, dtype: torch.dtype | None) -
     Raises ModelError naming the first tensor that is missing, unexpected or does not fit.
     """
     try:
-        stored = weight_tensors(str(folder), shape, FIELD)
+        folder_tensors = FolderTensors(str(folder), shape, FIELD)
+        tensors = {name: folder_tensors[name] for name in folder_tensors.stored}
     except ConfigError as error:
         raise ModelError(str(error)) from error
-    tensors: dict[str, Tensor] = {}
-    for name in sorted({tensor.file for tensor in stored.values()}):
-        path = folder / name
-        try:
-            with safe_open(path, "pt") as file:
-                tensors |= {key: file.get_tensor(key) for key in stored if stored[key].file == name}
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
     wanted = dtype or tensors[EMBEDDING].dtype
     return {name: tensor.to(wanted) for name, tensor in tensors.items()}
 

@@ -248,8 +248,7 @@ READS = {
     ("connectors/trainers/megatron/checkpoint/stored_metadata.py", "torch.load"): "weights_only",
     ("connectors/trainers/megatron/checkpoint/trainer_state.py", "dist_checkpointing.load"): "read as data",
     ("connectors/engines/embedded/weight_routes.py", "load_safetensors"): "safetensors",
-    ("connectors/engines/embedded/model.py", "safe_open"): "safetensors",
-    ("connectors/trainers/megatron/weights/hf_folder.py", "safe_open"): "safetensors",
+    ("core/families/folder_tensors.py", "safe_open"): "safetensors",
     ("flows/commands/replay.py", "load_file"): "safetensors",
     ("core/config/reading/yaml_text.py", "yaml.load"): "a SafeLoader",
 }

@@ -1,7 +1,6 @@
 """Hugging Face checkpoint folders: read into this rank's shards, and written from them.
 
-Owns that shards are read lazily, and that a reader never sees a half-written export. `core.families` decides which tensors a
-folder must hold.
+Owns that a reader never sees a half-written export. `core.families` reads tensors, and decides which ones a folder must hold.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.storage.store import split_url
@@ -28,29 +25,11 @@ from millrace.connectors.trainers.megatron.weights.hf_tensors import (
     writes,
 )
 from millrace.core.contracts.task_records import FileRecord
-from millrace.core.families.architecture import Architecture, architecture
+from millrace.core.families.architecture import architecture
+from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.served_files import ALONE, Served, write_side_files
-from millrace.core.families.tensors import INDEX, weight_tensors
+from millrace.core.families.tensors import INDEX
 from millrace.core.plain_text import json_text
-
-
-class FolderTensors:
-    """The tensors of a Hugging Face folder, read one at a time.
-
-    Raises ConfigError if they do not fit the model, or some are missing. `field`: the setting that named the folder.
-    """
-
-    def __init__(self, folder: str, arch: Architecture, field: str = "model.path") -> None:
-        self._folder = Path(folder)
-        self._tensors = weight_tensors(folder, arch, field)
-        self._open: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        file = self._tensors[name].file
-        if file not in self._open:
-            self._open[file] = safe_open(self._folder / file, "pt")
-        tensor: Tensor = self._open[file].get_tensor(name)
-        return tensor
 
 
 def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "model.path") -> None:
