@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import family_named
 from millrace.core.families.rope_scaling import KINDS, RotaryScaling
 
@@ -29,6 +30,8 @@ class Architecture:
     tied: bool
     eps: float  # epsilon of the norms
     rope_theta: float
+    rotary: int  # dimensions of a head that rotate
+    interleaved: bool  # whether neighbouring dimensions rotate together
     rope_scaling: RotaryScaling | None
     experts: int  # 0: dense
     expert_ffn: int
@@ -37,6 +40,7 @@ class Architecture:
     norm_topk: bool  # whether the weights of a token's experts sum to 1
     qkv_bias: bool  # whether queries, keys and values have biases
     qk_norm: bool  # whether queries and keys are normalised, head by head
+    branch_norms: bool  # whether a layer also has norms after attention and after the feed-forward part
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -49,11 +53,16 @@ class Architecture:
             "kv": kv,
             "head_dim": self.head_dim,
             "ffn": self.ffn,
+            "gate_up": 2 * self.ffn,
             "expert_ffn": self.expert_ffn,
             "shared_ffn": self.shared_ffn,
             "experts": self.experts,
             "one": 1,
         }
+
+    def has(self, part: ModelPart) -> bool:
+        """Whether the model has a part of its family."""
+        return not part.when or bool(getattr(self, part.when))
 
     @property
     def embedding(self) -> int:
@@ -71,9 +80,14 @@ class Architecture:
         return 3 * self.hidden * (self.expert_ffn if self.experts else self.ffn)
 
     @property
+    def norms(self) -> int:
+        """Parameters of one layer's norms, without those of heads."""
+        return self.hidden * (4 if self.branch_norms else 2)
+
+    @property
     def layer(self) -> int:
         """Parameters of one layer, without biases and the norms of heads."""
-        return self.attention + self.shared + self.mlp * max(1, self.experts) + 2 * self.hidden
+        return self.attention + self.shared + self.mlp * max(1, self.experts) + self.norms
 
     @property
     def shared(self) -> int:
@@ -114,14 +128,17 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         tied=hf["tie_word_embeddings"],
         eps=hf["rms_norm_eps"],
         rope_theta=hf["rope_theta"],
+        rotary=int(hf["head_dim"] * hf.get("partial_rotary_factor", 1.0)),
+        interleaved=family.interleaved,
         rope_scaling=_scaling(hf.get("rope_scaling")),
         experts=experts,
         expert_ffn=hf["moe_intermediate_size"] if experts else 0,
         experts_used=hf["num_experts_per_tok"] if experts else 0,
         shared_ffn=hf.get("shared_expert_intermediate_size", 0),
         norm_topk=experts > 0 and hf["norm_topk_prob"],
-        qkv_bias=family.has("linear_qkv.bias"),
+        qkv_bias=hf.get("attention_bias", family.has("linear_qkv.bias")),
         qk_norm=family.has("q_layernorm.weight"),
+        branch_norms=family.has("post_mlp_layernorm.weight"),
     )
 
 

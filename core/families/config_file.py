@@ -89,7 +89,7 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {"model_type": family.name}
     for key, rule in family.keys.items():
         values[key] = _value(renamed, key, rule, values, where, refuse)
-    values |= rotary(renamed, refuse)
+    values |= rotary(renamed, refuse, family.rotary_part)
     _check_sizes(values, refuse)
     return values
 
@@ -145,6 +145,9 @@ def _check_sizes(values: Mapping[str, Any], refuse: Any) -> None:
         refuse("num_key_value_heads", kv_heads, f"it does not divide num_attention_heads = {heads}", WHOLE)
     if values["head_dim"] % 2:
         refuse("head_dim", values["head_dim"], "rotary embeddings need an even one", WHOLE)
+    turning = values["head_dim"] * (part := values.get("partial_rotary_factor", 1.0))
+    if part > 1 or turning < 2 or int(turning) % 2:
+        refuse("partial_rotary_factor", part, "an even number of a head's dimensions must rotate", WHOLE)
     chosen, experts = values.get("num_experts_per_tok", 0), values.get("num_experts", 0)
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"there are only {experts} experts", WHOLE)

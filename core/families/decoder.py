@@ -107,6 +107,11 @@ NORMS = (
     ModelPart(f"{_IN}.input_layernorm.weight", {f"{_AT}.input_layernorm.weight": ("hidden",)}),
     ModelPart(f"{_IN}.pre_mlp_layernorm.weight", {f"{_AT}.post_attention_layernorm.weight": ("hidden",)}),
 )
+# of what attention and the feed-forward part give, before it is added
+BRANCH_NORMS = tuple(
+    ModelPart(f"{_IN}.{name}_layernorm.weight", {f"{_AT}.{name}_layernorm.weight": ("hidden",)})
+    for name in ("post_self_attn", "post_mlp")
+)
 _ROWS = (("q", "q"), ("k", "kv"), ("v", "kv"))
 ATTENTION = (
     ModelPart(
@@ -152,6 +157,15 @@ def gated(inside: str, stored: str, width: str) -> tuple[ModelPart, ...]:
 
 
 DENSE = gated("mlp", "mlp", "ffn")
+DENSE_AS_ONE = (
+    ModelPart(
+        f"{_IN}.mlp.linear_fc1.weight",
+        {f"{_AT}.mlp.gate_up_proj.weight": ("gate_up", "hidden")},
+        0,
+        "halves",
+    ),
+    DENSE[1],
+)
 EXPERTS = (
     ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),
     *gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", "expert_ffn"),

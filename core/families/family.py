@@ -49,16 +49,18 @@ class ModelPart:
     """One parameter of megatron's model, and the tensors of a checkpoint that hold it.
 
     `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of sizes: `vocab`, `hidden`, `q`
-    and `kv` (all heads together), `head_dim`, `ffn`, `expert_ffn`, `shared_ffn`, `experts`, `one` (1). Names may contain {layer}
-    and {expert}.
-    `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `heads` query, key and value by
-    group of heads. `split`: the dimension that is cut over tensor parallel ranks; None: each has all of it.
+    and `kv` (all heads together), `head_dim`, `ffn`, `gate_up` (twice that), `expert_ffn`, `shared_ffn`, `experts`, `one` (1).
+    Names may contain {layer} and {expert}.
+    `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `halves` are such a pair in one
+    tensor, `heads` query, key and value by group of heads. `split`: the dimension that is cut over tensor parallel ranks; None:
+    each has all of it. `when`: the flag of an Architecture without which a model has no such part.
     """
 
     parameter: str
     tensors: Mapping[str, tuple[str, ...]]
     split: int | None = None
-    form: Literal["one", "pair", "heads"] = "one"
+    form: Literal["one", "pair", "halves", "heads"] = "one"
+    when: str = ""
 
     def renamed(self, old: str, new: str) -> ModelPart:
         """The same part with other names of tensors."""
@@ -73,6 +75,8 @@ class Family:
     `model_class`: its class in transformers. `keys`: what the model is built from. `bound`: keys with one
     meaning here; `architectures` is among them by itself. `harmless`: keys of which no value changes a log-probability. The three have every key that the class declares. `layer`: parts of
     every layer; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
+    `rotary_part`: partial_rotary_factor if the key is missing; None: only whole heads rotate. `interleaved`: whether neighbouring
+    dimensions rotate together, instead of those half a head apart.
     """
 
     name: str
@@ -84,6 +88,8 @@ class Family:
     before: tuple[ModelPart, ...]
     layer: tuple[ModelPart, ...]
     after: tuple[ModelPart, ...]
+    rotary_part: float | None = None
+    interleaved: bool = False
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 from millrace.core.errors import ConfigError
 from millrace.core.families.family import Family
+from millrace.core.families.glm4 import GLM4
 from millrace.core.families.llama import LLAMA
 from millrace.core.families.mistral import MISTRAL
 from millrace.core.families.qwen2 import QWEN2
@@ -19,7 +20,7 @@ from millrace.core.families.qwen2_moe import QWEN2_MOE
 from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
 
 GROUP = "millrace.families"
-BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GLM4)
 _known: dict[str, Family] = {family.name: family for family in BUILT_IN}
 
 

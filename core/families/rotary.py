@@ -19,10 +19,11 @@ Refuse = Callable[[str, Any, str], NoReturn]
 """Raises the error for a key, its value and what is wrong with it."""
 
 
-def rotary(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+def rotary(config: Mapping[str, Any], refuse: Refuse, part: float | None = None) -> dict[str, Any]:
     """rope_theta, the base, and rope_scaling: its kind as rope_type with the fields of that kind, or None.
 
-    Calls `refuse` for a scaling of another kind, and for a partial or ambiguous embedding.
+    `part`: the family's partial_rotary_factor if the key is missing, which is then in the result too; None: only whole heads.
+    Calls `refuse` for a scaling of another kind, and for an ambiguous embedding.
     """
     name, inner = _parameters(config, refuse)
     kinds = {f"{name}.{key}": inner.pop(key) for key in ("rope_type", "type") if key in inner}
@@ -32,15 +33,18 @@ def rotary(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         refuse(f"{name}.rope_type", kind, known)
     theta = _given("rope_theta", config, name, inner, refuse)
     partial = _given("partial_rotary_factor", config, name, inner, refuse)
-    if partial not in (None, 1):
-        refuse("partial_rotary_factor", partial, "partial rotary embeddings are not supported")
+    if part is None and partial not in (None, 1):
+        refuse("partial_rotary_factor", partial, "in this family only whole heads rotate")
     scaling: dict[str, Any] = {}
     if kind in KINDS:
         scaling = _scaling(kind, name, inner, refuse)
     for key, value in inner.items():
         refuse(f"{name}.{key}", value, f"a {kind} rotary embedding has no such parameter")
     theta = DEFAULT_THETA if theta is None else _number("rope_theta", theta, refuse)
-    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
+    read = {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
+    if part is not None:
+        read["partial_rotary_factor"] = _number("partial_rotary_factor", partial or part, refuse)
+    return read
 
 
 def _scaling(kind: str, name: str, inner: dict[str, Any], refuse: Refuse) -> dict[str, float]:

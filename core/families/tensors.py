@@ -58,7 +58,7 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
     shapes = dict(tensor for part in family.before for tensor in stored(part))
     for layer in range(arch.layers):
-        for part in family.layer:
+        for part in filter(arch.has, family.layer):
             experts = range(arch.experts) if "{expert}" in part.parameter else range(1)
             shapes |= dict(
                 tensor for expert in experts for tensor in stored(part, layer=layer, expert=expert)
@@ -74,7 +74,8 @@ def stored_names(arch: Architecture, parameter: str, *, layer: int = 0, expert: 
 
     Empty if the family has no such parameter.
     """
-    parts = (part for part in family_named(arch.family).parts if part.parameter.endswith(f".{parameter}"))
+    family = family_named(arch.family)
+    parts = (part for part in filter(arch.has, family.parts) if part.parameter.endswith(f".{parameter}"))
     return [name.format(layer=layer, expert=expert) for part in parts for name in part.tensors]
 
 

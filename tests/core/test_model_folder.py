@@ -44,6 +44,31 @@ OTHER_TYPES = {  # how a quantised or wrongly converted tensor is stored
 FAMILIES = [family.name for family in BUILT_IN]
 READ_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+GLM4: dict[str, Any] = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.0.dev0",
+    "use_cache": True,
+    "vocab_size": 151552,
+}
 # of folders at Hugging Face, keys and values as they are there
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
@@ -153,6 +178,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "transformers_version": "4.42.0.dev0",
         "use_cache": True,
         "vocab_size": 32768,
+    },
+    "GLM-4-9B-0414": GLM4,
+    "GLM-Z1-32B-0414": {
+        **GLM4,
+        "attention_bias": False,
+        "hidden_size": 6144,
+        "intermediate_size": 23040,
+        "num_attention_heads": 48,
+        "num_hidden_layers": 61,
     },
     "Qwen2.5-1.5B": {
         "architectures": ["Qwen2ForCausalLM"],
@@ -298,6 +332,8 @@ def test_published_configs_are_read(name: str) -> None:
 
 
 PARAMETERS = {  # published, in all digits
+    "GLM-4-9B-0414": 9_400_279_040,
+    "GLM-Z1-32B-0414": 32_566_081_536,
     "Llama-3-8B": 8_030_261_248,
     "Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "SmolLM2-135M": 134_515_008,
@@ -323,10 +359,10 @@ def test_a_window_of_mistrals_is_refused_also_if_it_is_the_default(window: dict[
         resolved({**config, **window}, "test")
 
 
-def shape_of(family: str, tied: bool = False) -> Any:
+def shape_of(family: str, tied: bool = False, **more: Any) -> Any:
     shared = {**EXPERTS, "shared_expert_intermediate_size": 6}
     own: dict[str, Any] = {"qwen3_moe": EXPERTS, "qwen2_moe": shared, "mistral": {"sliding_window": None}}
-    config = {"model_type": family, "tie_word_embeddings": tied, **SIZES, **own.get(family, {})}
+    config = {"model_type": family, "tie_word_embeddings": tied, **SIZES, **own.get(family, {}), **more}
     return architecture(resolved(config, "test"))
 
 
@@ -400,8 +436,9 @@ def test_a_tensor_that_no_parameter_takes_is_named(tmp_path: Path, family: str, 
     assert name in error.reason
 
 
-def test_biases_of_queries_keys_and_values_belong_to_qwen2_and_its_mixture_alone(tmp_path: Path) -> None:
+def test_biases_of_queries_keys_and_values_belong_to_the_families_that_have_them(tmp_path: Path) -> None:
     """They were ignored in a Llama folder."""
+    with_biases = ("qwen2", "qwen2_moe", "glm4")
     for family in FAMILIES:
         shape = shape_of(family)
         biases = {
@@ -410,7 +447,10 @@ def test_biases_of_queries_keys_and_values_belong_to_qwen2_and_its_mixture_alone
             for x in "qkv"
         }
         error = refusal(tmp_path, {**drawn(tensor_shapes(shape)), **biases}, shape)
-        assert (error is None) == (family in ("qwen2", "qwen2_moe"))
+        assert (error is None) == (family in with_biases)
+    without = shape_of("glm4", attention_bias=False)
+    assert refusal(tmp_path, drawn(tensor_shapes(without)), without) is None
+    assert refusal(tmp_path, {**drawn(tensor_shapes(without)), **biases}, without) is not None
 
 
 def test_stored_frequencies_are_left_over_without_harm(tmp_path: Path) -> None:

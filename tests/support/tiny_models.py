@@ -12,6 +12,7 @@ CLASSES = {
     "qwen2_moe": "Qwen2Moe",
     "llama": "Llama",
     "mistral": "Mistral",
+    "glm4": "Glm4",
 }
 
 
@@ -47,6 +48,17 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 40,
             "norm_topk_prob": False,
+        }
+    if family == "glm4":
+        values |= {
+            "hidden_size": 40,
+            "intermediate_size": 52,
+            "num_attention_heads": 6,
+            "head_dim": 12,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": None,
+            "eos_token_id": 1,
         }
     if family == "mistral":
         values |= {"sliding_window": None}

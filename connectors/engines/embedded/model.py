@@ -32,6 +32,8 @@ LAYER = {
     "bias": "self_attention.linear_qkv.bias",
     "q_norm": "self_attention.q_layernorm.weight",
     "k_norm": "self_attention.k_layernorm.weight",
+    "attended_norm": "post_self_attn_layernorm.weight",
+    "fed_norm": "post_mlp_layernorm.weight",
 }
 FIELD = "model_path"  # the field that names a folder, for messages
 
@@ -140,13 +142,15 @@ class Decoder:
     def __init__(self, weights: Weights) -> None:
         self.shape = weights.shape
         self.weights = weights
-        half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
+        half = torch.arange(0, self.shape.rotary, 2, dtype=torch.float32) / self.shape.rotary
         turns = self.shape.rope_theta**-half
         scaling = self.shape.rope_scaling
         if scaling:
             turns = scaling.scaled(turns, self.shape.rope_theta)
         frequencies = torch.outer(torch.arange(self.shape.positions, dtype=torch.float32), turns)
-        both = torch.cat([frequencies, frequencies], dim=-1)
+        both = frequencies.repeat_interleave(2, dim=-1)
+        if not self.shape.interleaved:
+            both = torch.cat([frequencies, frequencies], dim=-1)
         factor = scaling.table_factor if scaling else 1.0
         self.cos, self.sin = both.cos() * factor, both.sin() * factor
 
@@ -160,7 +164,7 @@ class Decoder:
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(batch, length, -1, self.shape.head_dim).transpose(1, 2) for x in (q, k, v))
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            q, k = (_rotate(x, cos, sin, self.shape.interleaved) for x in (q, k))
             cached.append((k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).reshape(batch * length, -1)
@@ -180,7 +184,7 @@ class Decoder:
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(count, -1, 1, self.shape.head_dim) for x in (q, k, v))
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            q, k = (_rotate(x, cos, sin, self.shape.interleaved) for x in (q, k))
             keys, values = cache.keys[number], cache.values[number]
             keys[slots, :, positions] = k[:, :, 0]
             values[slots, :, positions] = v[:, :, 0]
@@ -203,9 +207,15 @@ class Decoder:
             if layer["q_norm"] is not None:
                 q = _norm(q.unflatten(-1, (s.heads, s.head_dim)), layer["q_norm"], s.eps).flatten(-2)
                 k = _norm(k.unflatten(-1, (s.kv_heads, s.head_dim)), layer["k_norm"], s.eps).flatten(-2)
-            x = x + F.linear(attend(number, q, k, v), layer["o"])
+            attended = F.linear(attend(number, q, k, v), layer["o"])
+            if s.branch_norms:
+                attended = _norm(attended, layer["attended_norm"], s.eps)
+            x = x + attended
             normed = _norm(x, layer["norm2"], s.eps)
-            x = x + (self._experts(normed, layer) if s.experts else _feed_forward(normed, *layer["mlp"]))
+            fed = self._experts(normed, layer) if s.experts else _feed_forward(normed, *layer["mlp"])
+            if s.branch_norms:
+                fed = _norm(fed, layer["fed_norm"], s.eps)
+            x = x + fed
         return _norm(x, self.weights.norm, s.eps)
 
     def _experts(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
@@ -264,7 +274,12 @@ def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor
     return attended
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x * cos.to(x.dtype) + turned * sin.to(x.dtype)).to(x.dtype)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if interleaved:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    out = (x * cos.to(x.dtype) + turned * sin.to(x.dtype)).to(x.dtype)
+    return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out

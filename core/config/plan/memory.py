@@ -43,7 +43,7 @@ def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
     router = (shape.experts + (1 if shape.shared_ffn else 0)) * shape.hidden
     mlp = shape.mlp * max(1, shape.experts) // (expert_split if shape.experts else p.tensor)
     shared = 3 * shape.hidden * shape.shared_ffn // p.tensor
-    layer = shape.attention // p.tensor + mlp + shared + router + 2 * shape.hidden
+    layer = shape.attention // p.tensor + mlp + shared + router + shape.norms
     ends = 1 if p.pipeline > 1 or shape.tied else 2
     return (
         max(layers_of_stages(config, shape.layers)) * layer

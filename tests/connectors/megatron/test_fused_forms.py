@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -24,18 +25,25 @@ def test_the_activation_gates_the_second_half_by_the_first() -> None:
     torch.testing.assert_close(fused.gated_silu(x).double(), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_rotary_positions_start_anew_with_each_sequence_of_a_pack_as_megatrons_do() -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [8, 12])
+def test_rotary_positions_start_anew_with_each_sequence_of_a_pack_as_megatrons_do(
+    interleaved: bool, width: int
+) -> None:
+    """Also of heads of which only a part turns, and by neighbouring dimensions."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     torch.manual_seed(0)
     angles = torch.outer(torch.arange(9.0), torch.rand(4))
     frequencies = torch.cat((angles, angles), dim=-1)[:, None, None]
+    theirs = angles.repeat_interleave(2, dim=-1)[:, None, None] if interleaved else frequencies
     lengths = [4, 9, 1]
     positions = torch.cat([torch.arange(n) for n in lengths])
-    x = torch.randn(14, 3, 8)
-    found = fused.rotate(x, fused.rotary_table(frequencies, positions))
+    x = torch.randn(14, 3, width)
+    found = fused.rotate(x, fused.rotary_table(frequencies, positions), interleaved)
     expected = [
-        _apply_rotary_pos_emb_bshd(part[:, None], frequencies[: len(part)])[:, 0] for part in x.split(lengths)
+        _apply_rotary_pos_emb_bshd(part[:, None], theirs[: len(part)], rotary_interleaved=interleaved)[:, 0]
+        for part in x.split(lengths)
     ]
     assert torch.equal(found, torch.cat(expected))
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from examples.plain_rl import adamw, grpo_loss
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.registry import BUILT_IN
 from tests.support.plain_trainer import Plain
 from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
@@ -204,6 +206,7 @@ def test_steps_and_weights_are_those_of_plain_hugging_face(
         found = [group.train([step], url)[0] for step, url in enumerate(urls, start=1)]
         group.call("export", str(tmp_path / "export"), STEPS)
     steps, weights = expected(kind, name)
+    arch = architecture(read_hf_config(str(model(kind))))
     for ours, plain in zip(found, steps, strict=True):
         assert {key: ours[key] for key in plain} == pytest.approx(plain, rel=3e-5, abs=2e-6)
     exported = {
@@ -215,6 +218,9 @@ def test_steps_and_weights_are_those_of_plain_hugging_face(
         weight,
     ) in exported.items():  # AdamW turns the rounding of a gradient near 0 into a part of its step
         gap = (weight - weights[key]).abs()
+        if key.endswith("k_proj.bias"):
+            # in dimensions that do not rotate it moves all scores alike, so its gradient is rounding alone
+            gap = gap.unflatten(0, (-1, arch.head_dim))[:, : arch.rotary]
         assert float(gap.mean()) < (LR / 1000 if case.advantages or case.megatron else 2e-8), key
         # and its sign, where processors round otherwise: of two numbers at most
         assert int((gap > LR / 10).sum()) <= 2, key

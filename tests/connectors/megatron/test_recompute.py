@@ -49,7 +49,10 @@ def kept(rank: Any) -> tuple[int, list[float]]:
     return size, [float(p.main_grad.double().abs().sum()) for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "left"), [("qwen3", 0.85), ("qwen3_moe", 0.9)])
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [("qwen3", 0.85), ("qwen3_moe", 0.9), pytest.param("glm4", 0.9, marks=pytest.mark.slow)],
+)
 def test_selective_keeps_less_than_none_and_more_than_full(
     workers: Workers, model: Callable[..., Path], kind: str, left: float
 ) -> None:

@@ -67,12 +67,21 @@ def rotary_table(frequencies: Tensor, positions: Tensor) -> Tensor:
     return torch.stack([angles.cos()[positions], angles.sin()[positions]])
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Heads [T, heads, d] rotated by their tokens' angles, in x's dtype."""
+def rotate(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
+    """Heads [T, heads, d] rotated by their tokens' angles, in x's dtype. Dimensions beyond the table's pass unchanged.
+
+    `interleaved`: whether neighbours rotate together, instead of dimensions half the table apart.
+    """
     half = table.shape[-1]
-    cos, sin = (torch.cat((part, part), dim=-1).to(x.dtype)[:, None] for part in table)
-    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos) + (rotated * sin)
+    x, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        cos, sin = (part.repeat_interleave(2, dim=-1).to(x.dtype)[:, None] for part in table)
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    else:
+        cos, sin = (torch.cat((part, part), dim=-1).to(x.dtype)[:, None] for part in table)
+        rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    out = (x * cos) + (rotated * sin)
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 
 def query_key_value(
@@ -84,12 +93,14 @@ def query_key_value(
     per_group: int,
     head_dim: int,
     eps: float,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused projection [T, groups * (per_group + 2) * d] into heads: per group its queries, its key, its value.
 
     Rotates queries and keys, after a norm if weights are given. Returns [T, heads, d] and twice [T, groups, d].
     """
-    if has_kernels(mixed) and head_dim == 2 * table.shape[-1] and head_dim & (head_dim - 1) == 0:
+    whole = head_dim == 2 * table.shape[-1] and not interleaved
+    if has_kernels(mixed) and whole and head_dim & (head_dim - 1) == 0:
         heads: tuple[Tensor, Tensor, Tensor] = _Heads.apply(mixed, q_weight, k_weight, table, per_group, eps)
         return heads
     grouped = mixed.unflatten(-1, (-1, (per_group + 2) * head_dim))
@@ -97,7 +108,7 @@ def query_key_value(
     query = query.reshape(len(mixed), -1, head_dim)
     if q_weight is not None and k_weight is not None:
         query, key = rms_norm(query, q_weight, eps), rms_norm(key.contiguous(), k_weight, eps)
-    return rotate(query, table), rotate(key, table), value
+    return rotate(query, table, interleaved), rotate(key, table, interleaved), value
 
 
 def take_rows(x: Tensor, indices: Tensor) -> Tensor:

@@ -83,6 +83,26 @@ class PackedLayer(TransformerLayer):
         return residual + mlp_out, None
 
 
+class BranchNormLayer(PackedLayer):
+    """A layer that also normalises what its attention and its MLP give, before that is added to the residual."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **more: Any) -> None:
+        super().__init__(config, *arguments, **more)
+        self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        # hooks, since megatron's own forward pass must have the norms too
+        self.self_attention.register_forward_hook(self._attended)
+        self.mlp.register_forward_hook(self._fed)
+
+    def _attended(self, _part: Any, _inputs: Any, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
+        assert out[1] is None, "biases of output projections are not supported"
+        return self.post_self_attn_layernorm(out[0]), None
+
+    def _fed(self, _part: Any, _inputs: Any, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
+        assert out[1] is None, "biases of output projections are not supported"
+        return self.post_mlp_layernorm(out[0]), None
+
+
 class GatedSilu(MegatronModule):
     """The activation of a gated MLP: silu of the gate and the product, in one pass."""
 
@@ -138,8 +158,8 @@ class PackedSelfAttention(SelfAttention):
         if groups < tensor:  # a group's heads are on several ranks, and megatron gathers them
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             return (
-                fused.rotate(query.squeeze(1), table),
-                fused.rotate(key.squeeze(1), table),
+                fused.rotate(query.squeeze(1), table, self.config.rotary_interleaved),
+                fused.rotate(key.squeeze(1), table, self.config.rotary_interleaved),
                 value.squeeze(1),
             )
         mixed, _ = self.linear_qkv(
@@ -153,4 +173,5 @@ class PackedSelfAttention(SelfAttention):
             per_group=self.num_attention_heads_per_partition // self.num_query_groups_per_partition,
             head_dim=self.hidden_size_per_attention_head,
             eps=self.config.layernorm_epsilon,
+            interleaved=self.config.rotary_interleaved,
         )

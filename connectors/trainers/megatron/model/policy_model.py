@@ -21,6 +21,7 @@ from torch import Tensor
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
 from millrace.connectors.trainers.megatron.model.fused import rotary_table
 from millrace.connectors.trainers.megatron.model.layers import (
+    BranchNormLayer,
     GatedSilu,
     Norm,
     PackedLayer,
@@ -83,7 +84,7 @@ def submodules_of(part: Any) -> Any:
 
 def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
     """Build this rank's stage of a model on its device. The weights of matrices are not initialised."""
-    tc = transformer_config(config, hf)
+    tc, arch = transformer_config(config, hf), architecture(hf)
     options = moe_losses(config.trainer.megatron)
     losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
     spec = get_gpt_layer_local_spec(
@@ -92,7 +93,7 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         qk_layernorm=tc.qk_layernorm,
         normalization="RMSNorm",
     )
-    spec.module = PackedLayer
+    spec.module = BranchNormLayer if arch.branch_norms else PackedLayer
     layer = spec.submodules
     layer.self_attention.module = PackedSelfAttention
     feed_forward = submodules_of(layer.mlp)
@@ -122,11 +123,12 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     )
     # always computed on the CPU, since powers on a GPU may differ in the last bits
     frequencies = RotaryEmbedding(
-        tc.kv_channels, 1.0, rotary_base=hf["rope_theta"], use_cpu_initialization=True
+        arch.rotary, 1.0, rotary_base=hf["rope_theta"], use_cpu_initialization=True
     ).inv_freq
-    scaling = architecture(hf).rope_scaling
-    if scaling:
+    if scaling := arch.rope_scaling:
         frequencies, model.table_factor = scaling.scaled(frequencies, hf["rope_theta"]), scaling.table_factor
     model.rotary_pos_emb.inv_freq = frequencies
+    # one angle a pair: `fused.rotate` knows which dimensions make one
+    model.rotary_pos_emb.rotary_interleaved = False
     model.router_losses = losses
     return model

@@ -35,6 +35,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
         "qk_layernorm": arch.qk_norm,
+        "rotary_interleaved": arch.interleaved,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bf16": dtype == torch.bfloat16,

@@ -41,9 +41,10 @@ class Mapping:
     ) -> Tensor:
         """This rank's shard, from whole Hugging Face tensors."""
         split = self.part.split
-        if split is not None and size > 1 and self.part.form == "pair":
+        if split is not None and size > 1 and self.part.form in ("pair", "halves"):
             # cut separately, so that a rank holds [its gate; its up]
-            return torch.cat([tensor.chunk(size, split)[rank] for tensor in tensors])
+            halves = tensors[0].chunk(2) if self.part.form == "halves" else tensors
+            return torch.cat([tensor.chunk(size, split)[rank] for tensor in halves])
         whole = _fused(self.part, tensors, arch)
         if self.vocabulary:
             whole = _pad(whole, padded_vocab)
@@ -54,9 +55,10 @@ class Mapping:
         split = self.part.split
         if split is None or len(shards) == 1:
             full = shards[0]
-        elif self.part.form == "pair":
-            halves = [shard.chunk(2) for shard in shards]
-            return [torch.cat([half[i] for half in halves], split) for i in range(2)]
+        elif self.part.form in ("pair", "halves"):
+            cut = [shard.chunk(2) for shard in shards]
+            pair = [torch.cat([half[i] for half in cut], split) for i in range(2)]
+            return [torch.cat(pair)] if self.part.form == "halves" else pair
         else:
             full = torch.cat(list(shards), split)
         if self.vocabulary:
@@ -88,7 +90,7 @@ def _patterns(family: str) -> list[tuple[re.Pattern[str], ModelPart]]:
 
 
 def _fused(part: ModelPart, tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
-    if part.form == "one":
+    if part.form in ("one", "halves"):
         return tensors[0]
     if part.form == "pair":
         return torch.cat(list(tensors))
@@ -98,7 +100,7 @@ def _fused(part: ModelPart, tensors: Sequence[Tensor], arch: Architecture) -> Te
 
 
 def _unfused(part: ModelPart, tensor: Tensor, arch: Architecture) -> list[Tensor]:
-    if part.form == "one":
+    if part.form in ("one", "halves"):
         return [tensor]
     if part.form == "pair":
         return list(tensor.chunk(2))
