@@ -1,7 +1,7 @@
 """A part of the slow tests: `pytest -p tests.slow_part -m slow --part-of COMMIT`.
 
 Files come in an order that follows from the commit, and each file starts at another of its tests. What has not started when
-the time is over is skipped: another commit runs it.
+the time is over is skipped: another commit runs it. A test with a time limit of more than an hour belongs to no part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import groupby
 
 import pytest
 
+LONGEST_S = 3600.0
 UNTIL = "MILLRACE_SLOW_PART_UNTIL"  # Unix time; the workers of one run share it
 
 
@@ -30,8 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    by_id = {item.nodeid: item for item in items}
+    by_id = {item.nodeid: item for item in items if _limit_s(item) <= LONGEST_S}
     items[:] = [by_id[name] for name in ordered(config.getoption("--part-of"), list(by_id))]
+
+
+def _limit_s(item: pytest.Item) -> float:
+    limit = item.get_closest_marker("timeout")
+    return float(limit.args[0]) if limit else 0.0
 
 
 def pytest_runtest_setup() -> None:

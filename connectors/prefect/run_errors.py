@@ -68,6 +68,8 @@ def log_errors_once(*, by_command: bool = False) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
             handler.addFilter(_on_terminal)
+    # Prefect connects again when its server is back; websockets logs a traceback for each connection that was cut
+    logging.getLogger("websockets.client").setLevel(logging.CRITICAL)
 
 
 def _error_of(record: logging.LogRecord) -> BaseException | None:

@@ -25,6 +25,8 @@ RISE = 0.2  # of the share of right answers among 400 to held-out sums; twice th
 @pytest.mark.timeout(2 * 3600)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_learns_sums_that_it_is_not_trained_on(seed: int, tmp_path: Path) -> None:
+    for name in ("gguf", "accelerate"):
+        pytest.importorskip(name, reason="pip install 'millrace[pretrained]'")
     place = Workplace(tmp_path)
     file = os.environ.get("MILLRACE_SMOLLM2")
     place.call("pretrained", "smollm2-files/model", *(["--file", file] if file else []))

@@ -34,6 +34,9 @@ def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path
         "def end_the_time():\n    os.environ[UNTIL] = '0'\n\ntest_a = test_b = lambda: end_the_time()\n"
     )
     (tmp_path / "test_wrong.py").write_text("def test_c():\n    assert False\n")
+    (tmp_path / "test_long.py").write_text(
+        "import pytest\n\n@pytest.mark.timeout(7200)\ndef test_d():\n    assert False\n\ndef test_e():\n    pass\n"
+    )
 
     def run(file: str) -> subprocess.CompletedProcess[str]:
         command = [
@@ -53,6 +56,8 @@ def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path
     late, wrong = run("test_late.py"), run("test_wrong.py")
     assert (late.returncode, "1 passed, 1 skipped" in late.stdout) == (0, True), late.stdout
     assert wrong.returncode == 1, wrong.stdout
+    long = run("test_long.py")
+    assert (long.returncode, "1 passed" in long.stdout) == (0, True), long.stdout
 
 
 def test_files_that_use_a_folders_servers_share_a_process_and_others_do_not() -> None:
