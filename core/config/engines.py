@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from millrace.core.config.engine_kinds import EMBEDDED, EXTERNAL, SGLANG, EngineKind
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET
 from millrace.core.config.parts.menu import Menu
 from millrace.core.config.parts.section import Section
 from millrace.core.contracts.references import WHOLE
@@ -58,11 +59,15 @@ class _Served(Section):
 
 
 class _Started(_Served):
-    count: int = Field(1, ge=1, description="Number of engines.")
+    model_config = EMPTY_IN_FORMS
+
+    count: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="Number of engines.")
 
 
 class _OnGpus(Section):
-    gpus: int = Field(1, ge=1, description="GPUs per engine (sglang).")
+    model_config = EMPTY_IN_FORMS
+
+    gpus: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="GPUs per engine (sglang).")
 
 
 class _Disaggregated(Section):

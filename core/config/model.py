@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from millrace.core.config.parts.restart import fixed
+from millrace.core.config.parts.restart import ANY_START, fixed
 from millrace.core.config.parts.section import READS, Reads, Section
 
 BEGAN = "the run's weights started as this model's"
@@ -19,6 +19,11 @@ class Model(Section):
     path: Annotated[str, fixed(BEGAN, moves=True), Reads(or_name=True)] = Field(
         description="Hugging Face checkpoint folder (config.json, safetensors, tokenizer), or the name of a model there, as in "
         "Qwen/Qwen3-0.6B, which is downloaded into Hugging Face's cache."
+    )
+    preset: Annotated[str | None, ANY_START] = Field(
+        None,
+        description="Published model that the checkpoint is, as `millrace models` lists them. It sets the fields whose default is the preset's: "
+        "how the model is split over trainer.world_size GPUs.",
     )
     revision: Annotated[str | None, fixed(BEGAN)] = Field(
         None,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET
 from millrace.core.config.parts.section import Section
 
 
@@ -17,7 +18,9 @@ def is_clients(address: str | None) -> bool:
 class Placement(Section):
     """Where ranks and engines run."""
 
-    colocate: bool = Field(
+    model_config = EMPTY_IN_FORMS
+
+    colocate: Annotated[bool, FROM_PRESET] = Field(
         False,
         description="Trainer and engines share GPUs and release memory in turn: engines release weights and KV cache while the trainer steps, the trainer offloads optimizer state and gradients while engines load weights and generate.",
     )

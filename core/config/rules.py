@@ -17,9 +17,28 @@ from millrace.core.config.data.rules import file_problems, loss_problems, same_n
 from millrace.core.config.parts.problems import Problem, nearest
 from millrace.core.config.rollout import rules as rollout
 from millrace.core.config.run_config import RunConfig
+from millrace.core.config.trainer import Parallel
 from millrace.core.contracts.task_records import EvaluatedSet
 from millrace.core.evaluation import LOWEST_IS_BEST, powers
+from millrace.core.families.presets import PRESETS
 from millrace.core.sharding import INSTEAD, in_shards, not_in_shards
+
+
+def model_problems(config: RunConfig) -> Iterator[Problem]:
+    """A preset that is not known, or has no layout for the trainer's GPUs."""
+    name, t = config.model.preset, config.trainer
+    if name is None:
+        return
+    if name not in PRESETS:
+        yield Problem("model.preset", name, "`millrace models` lists no such preset", nearest(name, PRESETS))
+    elif PRESETS[name].layout(t.world_size) is None and t.device != "cpu" and t.parallel == Parallel():
+        counts = " and ".join(str(layout.gpus) for layout in PRESETS[name].layouts)
+        yield Problem(
+            "trainer.world_size",
+            t.world_size,
+            f"model.preset={name} has layouts for {counts} GPUs and their multiples",
+            "set it to one of these, or set trainer.parallel",
+        )
 
 
 def storage_problems(config: RunConfig) -> Iterator[Problem]:
@@ -264,6 +283,7 @@ def problems(config: RunConfig) -> list[Problem]:
 def between_fields(config: RunConfig) -> list[Problem]:
     """All problems between fields, without the search of each value for a secret."""
     return [
+        *model_problems(config),
         *trainer.problems(config),
         *rollout.problems(config),
         *algorithm.problems(

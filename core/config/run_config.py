@@ -15,7 +15,8 @@ from millrace.core.config.engines import AutoEngines, Engines
 from millrace.core.config.evaluation import Evaluation
 from millrace.core.config.filter import Filter
 from millrace.core.config.model import Model
-from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS
+from millrace.core.config.model_preset import preset_values
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, given_values, merged
 from millrace.core.config.parts.restart import ANY_START, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.pipeline import Pipeline
@@ -51,6 +52,14 @@ class RunConfig(Section):
     checkpoint: Annotated[Checkpoint, ANY_START] = Checkpoint()
     evaluation: Annotated[Evaluation, ANY_START] = Evaluation()
     tracking: Annotated[Tracking, ANY_START] = Tracking()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        given = given_values(values, cls)
+        return merged(preset_values(given), given, cls)
 
     @model_validator(mode="before")
     @classmethod

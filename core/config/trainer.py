@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET
 from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
 
@@ -16,11 +17,15 @@ CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # package.module:Class
 class Parallel(Section):
     """How the model is split over the trainer's ranks; data parallel size is what remains."""
 
-    tensor: int = Field(1, ge=1, description="Tensor parallel size (tp).")
-    pipeline: int = Field(1, ge=1, description="Pipeline parallel size (pp).")
+    model_config = EMPTY_IN_FORMS
+
+    tensor: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="Tensor parallel size (tp).")
+    pipeline: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="Pipeline parallel size (pp).")
     context: int = Field(1, ge=1, description="Context parallel size (cp).")
-    expert: int = Field(1, ge=1, description="Expert parallel size (ep).")
-    sequence: bool = Field(False, description="Sequence parallelism (sp) within tensor parallel groups.")
+    expert: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="Expert parallel size (ep).")
+    sequence: Annotated[bool, FROM_PRESET] = Field(
+        False, description="Sequence parallelism (sp) within tensor parallel groups."
+    )
 
 
 class Optimizer(Section):
@@ -50,13 +55,15 @@ class Schedule(Section):
 class Trainer(Section):
     """The trainer: megatron-core's, or yours."""
 
+    model_config = EMPTY_IN_FORMS
+
     rank: Annotated[str | None, fixed("checkpoints are in its form")] = Field(
         None,
         pattern=CLASS,
         description="Your trainer instead of megatron-core: the class of its processes, by its import path. "
         "`connectors/trainers/rank.py` has what a run asks of them.",
     )
-    world_size: Annotated[int, ANY_START] = Field(
+    world_size: Annotated[int, ANY_START, FROM_PRESET] = Field(
         1, ge=1, description="Ranks: one process each, one GPU each if there are GPUs."
     )
     device: Annotated[Literal["auto", "cpu", "cuda"], ANY_START] = Field(
@@ -76,7 +83,7 @@ class Trainer(Section):
     max_pack_tokens: Annotated[int, ANY_START] = Field(
         8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens."
     )
-    recompute: Annotated[Literal["none", "selective", "full"], ANY_START] = Field(
+    recompute: Annotated[Literal["none", "selective", "full"], ANY_START, FROM_PRESET] = Field(
         "none",
         description="What the backward pass computes again instead of storing it. selective: outputs of norms and activations, "
         "about a quarter of what a dense layer stores, without a matrix product. full: every layer from its input, a third "

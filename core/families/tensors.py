@@ -69,6 +69,11 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def parameter_count(arch: Architecture) -> int:
+    """How many parameters a model has; a tied output layer is counted once."""
+    return sum(math.prod(shape) for shape in tensor_shapes(arch).values())
+
+
 def stored_names(arch: Architecture, parameter: str, *, layer: int = 0, expert: int = 0) -> list[str]:
     """Hugging Face names of the tensors that make a parameter. parameter: the end of megatron's name, as in a family's part.
 

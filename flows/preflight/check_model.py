@@ -24,11 +24,13 @@ from millrace.connectors.teachers.teacher_tokenizer import UnprovenError, differ
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options import stages
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
+from millrace.core.config.model_preset import differences
 from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import ConfigError, StorageError, remedy_of
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.chat_templates import TemplateLimitError
 from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.presets import PRESETS
 from millrace.core.families.tensors import weight_tensors
 from millrace.core.families.tokenizer_file import engine_ends
 from millrace.flows.driver.named_model import DType, model_here, of_new_run, stored_as
@@ -77,6 +79,8 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
     if shape:
         found.shape, found.stored = shape, stored_as(path)
         yield from _sizes(config, shape)
+        if config.model.preset in PRESETS:
+            yield from differences(config.model.preset, read_hf_config(path), path)
         try:
             found.dtype = of_new_run(config)
         except ConfigError as error:

@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "check": (["check", "run.yaml", "reward.function=odd_reward:score", "data.sources.0.path=odd.jsonl"], 2),
     "quickstart": (["quickstart", "--name", ODD], 2),
     "pretrained": (["pretrained", f"{{root}}/there{ODD}"], 2),
+    "models": (["models", ODD], 2),
     "runs": (["runs", "--root", "{root}"], 0),
     "show": (["show", "a", "--root", "{root}"], 0),
     "ledger": (["ledger", f"a{ODD}", "--root", "{root}"], 2),

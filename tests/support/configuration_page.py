@@ -48,8 +48,8 @@ Unknown keys are errors, and so are fields that contradict each other; all probl
 value and remedy. A field that is set and acts on nothing in the run is no error: the plan has it under `no effect`, with the
 reason. Secrets stand in the environment, never here.
 
-**Presets.** Where the default is *the preset's*, `algorithm.preset` may set the field, and else the default beside it holds:
-[algorithms.md](algorithms.md) has each preset's fields. There `null` is the preset's too, as in an empty field of a form.
+**Presets.** Where the default is *the preset's*, `algorithm.preset` may set the field, or `model.preset` outside of `algorithm`,
+and else the default beside it holds: [algorithms.md](algorithms.md) has each algorithm's fields, and `millrace models` lists models. There `null` is the preset's too, as in an empty field of a form.
 In `overlong` and `constant_length` null is a value: leave them out for the preset's.
 
 **A file can build on another.** `base: grpo.yaml` takes all values of that file, whose path is relative to the file that

@@ -108,6 +108,7 @@ ANOTHER: dict[str, Any] = {  # where a value of the type is not one of the field
     "run.experiment": "other",
     "run.import_from": ["modules"],
     "model.revision": "main",
+    "model.preset": "qwen3-0.6b",
     "data.sources.0.path": "others.jsonl",
     "data.sources.0.extra_keys": ["more"],
     "data.sources.0.levels.first": 1,

@@ -67,6 +67,7 @@ ROWS: dict[str, Row] = {
     **_branch("flows/driver/run_record.py", "run.name"),
     **_branch("tasks/runtime/tracking.py", "run.experiment"),
     **_any_start(TRAINED_WITH, "run.iterations"),
+    **_any_start("flows/preflight/check_model.py", "model.preset"),
     **_any_start("flows/drive.py", "run.import_from", *_under("run.prepare", FUNCTION)),
     **_any_start("core/config/run_config.py", "run.progress_timeout_s"),
     **_any_start("tasks/data/prompt_dataset.py", "data.sources.0.path", "data.max_quarantined_share"),

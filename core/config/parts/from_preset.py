@@ -36,7 +36,7 @@ def is_from_preset(field: FieldInfo) -> bool:
 
 
 def given_values(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """The values of a section, and of its choices, without values that stand for the preset's."""
+    """The values of a section, and of those below it, without values that stand for the preset's. Choices are mappings."""
     given = {}
     for name, value in values.items():
         field = model.model_fields.get(name)
@@ -45,10 +45,12 @@ def given_values(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str,
                 continue
             if value == NONE and _null_is_a_value(field) and models(field.annotation):
                 value = None
+        if field is not None:
             variant = variant_of(field, value) if menu_of(field) else None
             value = spelled_out(value) if variant else value
-            if variant and isinstance(value, Mapping):
-                value = given_values(value, variant)
+            section = variant or next(iter(models(field.annotation)), None)
+            if section and isinstance(value, Mapping):
+                value = given_values(value, section)
         given[name] = value
     return given
 

@@ -52,6 +52,13 @@ def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
     )
 
 
+def experts_of_rank(config: RunConfig, shape: Architecture) -> int:
+    """How many of these are parameters of experts."""
+    p = config.trainer.parallel
+    split = p.expert if p.expert > 1 else p.tensor
+    return max(layers_of_stages(config, shape.layers)) * (shape.mlp * shape.experts // split)
+
+
 def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     """Memory of the fullest rank, by part."""
     t = config.trainer
@@ -61,16 +68,22 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     trained = held + (parameters_of_rank(config, critic) if critic else 0)
     shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
     states = 2 * FP32 + (FP32 if width == 2 else 0)
+    experts = experts_of_rank(config, shape) + (experts_of_rank(config, critic) if critic else 0)
     parts = [
         MemoryPart(f"weights, {config.dtype}", trained * width),
         MemoryPart("gradients, fp32", trained * FP32),
-        MemoryPart(f"optimizer, fp32, 1/{shards}", -(-trained * states // shards)),
+        MemoryPart(f"optimizer, fp32, 1/{shards}", -(-(trained - experts) * states // shards)),
         MemoryPart("activations of a pack (estimate)", _activations(config, shape, width)),
         MemoryPart(
             f"logits of {t.logprob_chunk_tokens} tokens, fp32",
             LOGIT_COPIES * t.logprob_chunk_tokens * -(-shape.vocab // t.parallel.tensor) * FP32,
         ),
     ]
+    if experts:
+        split = t.parallel.expert if t.parallel.expert > 1 else t.parallel.tensor
+        # ranks with other experts share none of their states
+        copies = t.world_size // (split * t.parallel.pipeline) if t.optimizer.distributed else 1
+        parts.insert(3, MemoryPart(f"optimizer of experts, fp32, 1/{copies}", -(-experts * states // copies)))
     if config.algorithm.kl_coef > 0:
         parts.append(MemoryPart("the policy, put aside for the reference", held * width))
     if config.algorithm.teacher:

@@ -105,6 +105,18 @@ def test_memory_of_bf16_adam(tmp_path: Path) -> None:
     assert sizes == [2 * parameters, 4 * parameters, 12 * parameters // 4]
 
 
+@pytest.mark.parametrize(("expert", "copies"), [(1, 8), (2, 4), (8, 1)])
+def test_states_of_experts_are_shared_by_ranks_of_the_same_experts_alone(
+    tmp_path: Path, expert: int, copies: int
+) -> None:
+    split = ["trainer.world_size=8", f"trainer.parallel.expert={expert}", "model.dtype=bfloat16"]
+    shape, made = architecture(MOE), config(tmp_path, *split, hf=MOE)
+    of_dense, of_experts = [p.size for p in make_plan(made, gpus=8).trainer_memory if "optimizer" in p.name]
+    experts = shape.layers * shape.experts * shape.mlp // expert
+    assert of_experts == 12 * experts // copies
+    assert of_dense == -(-12 * (parameters_of_rank(made, shape) - experts) // 8)
+
+
 @pytest.mark.parametrize(
     ("overrides", "bytes_each"),
     [

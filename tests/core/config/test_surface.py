@@ -52,6 +52,7 @@ def reads() -> set[str]:
 
 IN_CORE_CONFIG = {
     "algorithm.preset",  # the other fields are filled from it
+    "model.preset",  # the fields of its layout are filled from it
     "checkpoint.background",  # RunConfig.saves_in_background
     "evaluation.background",  # RunConfig.evaluates_in_background
     "pipeline.eager_groups",  # Pipeline.chunk_groups
@@ -139,7 +140,7 @@ def test_the_json_schema_takes_the_short_forms_and_has_literal_defaults() -> Non
         {"sync": "x"},
     ):
         assert list(validator.iter_errors({**least, **wrong})) != []
-    assert json.loads(json.dumps(schema["properties"]["engines"]["default"]))["kind"] == "auto"
+    assert json.loads(json.dumps(schema["properties"]["sync"]["default"]))["kind"] == "auto"
 
 
 def test_the_reference_page_is_current() -> None:

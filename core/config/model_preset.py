@@ -1,0 +1,80 @@
+"""What `model.preset` sets for a number of GPUs, and where a checkpoint differs from the preset. Pure.
+
+A preset sets the split of the model over GPUs that trainer and engines share, and nothing of the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from millrace.core.config.parts.problems import Problem
+from millrace.core.families.config_file import resolved
+from millrace.core.families.presets import PRESETS, ModelPreset
+
+FIELD = "model.preset"
+
+
+def preset_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values below the user's: the preset's layout for trainer.world_size GPUs, or its smallest. Empty without one.
+
+    given: a configuration without short forms of its choices.
+    """
+    preset, world = PRESETS.get(str(_at(given, "model", "preset"))), _at(given, "trainer", "world_size")
+    layout = preset.layout(world if isinstance(world, int) else None) if preset else None
+    engines = _at(given, "engines", "kind") or "auto"
+    on_cpu = _at(given, "trainer", "device") == "cpu" or engines == "embedded"
+    # another trainer than megatron-core's refuses layouts
+    without = _at(given, "trainer", "rank") or _at(given, "pipeline", "rollouts_only")
+    if layout is None or on_cpu or without:
+        return {}
+    gpus = world or layout.gpus
+    values: dict[str, Any] = {
+        "trainer": {
+            "world_size": gpus,
+            "recompute": layout.recompute,
+            "parallel": {
+                "tensor": layout.tensor,
+                "pipeline": layout.pipeline,
+                "expert": layout.expert,
+                "sequence": layout.tensor > 1,
+            },
+        }
+    }
+    supervised = _at(given, "algorithm", "loss", "kind") == "sft"
+    if engines == "external" or supervised or _at(given, "pipeline", "rollouts_from"):
+        return values
+    each = _at(given, "engines", "gpus") or layout.engine
+    values["engines"] = {"kind": engines, "gpus": each}
+    if _at(given, "placement", "colocate") is not False:
+        values["placement"] = {"colocate": True}
+        values["engines"]["count"] = max(1, gpus // each) if isinstance(each, int) else 1
+    return values
+
+
+def differences(name: str, checkpoint: Mapping[str, Any], folder: str) -> Iterator[Problem]:
+    """A problem for each key of config.json in which a checkpoint is not the preset's model. checkpoint: resolved keys."""
+    preset, equal = PRESETS[name], [other for other in PRESETS if not _differing(PRESETS[other], checkpoint)]
+    remedy = f"set it to {equal[0]}" if equal else "leave it out, and set trainer.parallel"
+    for key, value in _differing(preset, checkpoint).items():
+        has = checkpoint.get(key, "not a key of it")
+        yield Problem(
+            FIELD, name, f"{key} is {value} in the preset, and {has} in {folder}/config.json", remedy
+        )
+
+
+def _differing(preset: ModelPreset, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset's values of resolved keys that the checkpoint has otherwise."""
+    wanted = resolved(preset.config, preset.model)
+    return {
+        key: value
+        for key, value in wanted.items()
+        if checkpoint.get(key) != value and checkpoint.get(key) not in preset.also.get(key, ())
+    }
+
+
+def _at(values: Mapping[str, Any], *path: str) -> Any:
+    found: Any = values
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,284 @@
+"""Published models: the keys of config.json that shape them, layouts, and how their authors answer with them.
+
+Facts only; core/config/model_preset.py uses them. A layout is for trainer and engines on the same GPUs, in bfloat16 with the
+default lengths. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class PresetLayout:
+    """How a model is split over GPUs. engine: GPUs of one engine."""
+
+    gpus: int
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    engine: int = 1
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+@dataclass(frozen=True)
+class ModelPreset:
+    """A published model.
+
+    `model`: its name on Hugging Face. `config`: the keys of its config.json that shape it. `layouts`: the smallest number of GPUs
+    first. `sampling`: how its authors answer with it; training samples at temperature 1. `template`: what to know of its chat
+    template. `also`: other values of its keys, in checkpoints of the same sizes.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    layouts: tuple[PresetLayout, ...]
+    sampling: str
+    template: str
+    also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def layout(self, gpus: int | None) -> PresetLayout | None:
+        """The layout for so many GPUs: the largest one whose GPUs divide them, since more GPUs hold more copies; None if none does.
+
+        Without a number, the smallest layout.
+        """
+        fit = [layout for layout in self.layouts if gpus is not None and gpus % layout.gpus == 0]
+        return self.layouts[0] if gpus is None else fit[-1] if fit else None
+
+
+def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        **_sizes(layers, hidden, ffn, heads, kv_heads, vocab),
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": hidden <= 2048,
+    }
+
+
+def _qwen3(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        **_sizes(layers, hidden, ffn, heads, kv_heads, 151936),
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": hidden <= 2560,
+    }
+
+
+def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, expert_ffn: int) -> dict[str, Any]:
+    return {
+        **_qwen3(layers, hidden, ffn, heads, 4),
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": expert_ffn,
+        "norm_topk_prob": True,
+    }
+
+
+def _llama(layers: int, hidden: int, ffn: int, heads: int, factor: float, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        **_sizes(layers, hidden, ffn, heads, 8, 128256),
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+_L = PresetLayout
+
+QWEN25_SAMPLING = "temperature 0.7, top_p 0.8, top_k 20, repetition_penalty 1.05"
+QWEN25_TEMPLATE = "No thinking. Calls are Hermes' JSON. Without a system message it writes one of its own."
+QWEN3_SAMPLING = "temperature 0.6, top_p 0.95, top_k 20; without thinking temperature 0.7, top_p 0.8"
+QWEN3_TEMPLATE = (
+    "Thinking is on unless chat_template_kwargs has enable_thinking: false. It drops the thinking of earlier turns: "
+    "give model.chat_template one that keeps it for dialogues of several turns. Calls are Hermes' JSON."
+)
+QWEN3_2507 = "temperature 0.7, top_p 0.8, top_k 20"
+QWEN3_INSTRUCT_TEMPLATE = "No thinking. Calls are Hermes' JSON."
+LLAMA_SAMPLING = "temperature 0.6, top_p 0.9"
+LLAMA_TEMPLATE = "No thinking. Calls are JSON with `parameters`, one a turn."
+
+PRESETS: dict[str, ModelPreset] = {
+    "llama3.1-8b": ModelPreset(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        _llama(32, 4096, 14336, 32, 8.0, tied=False),
+        (
+            _L(2, tensor=2, recompute="full"),
+            _L(4, tensor=2),
+        ),
+        LLAMA_SAMPLING,
+        LLAMA_TEMPLATE,
+    ),
+    "llama3.2-3b": ModelPreset(
+        "meta-llama/Llama-3.2-3B-Instruct",
+        _llama(28, 3072, 8192, 24, 32.0, tied=True),
+        (
+            _L(1, recompute="selective"),
+            _L(2),
+        ),
+        LLAMA_SAMPLING,
+        LLAMA_TEMPLATE + " It writes today's date, unless chat_template_kwargs has date_string.",
+    ),
+    "qwen2.5-0.5b": ModelPreset(
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        _qwen2(24, 896, 4864, 14, 2, 151936),
+        (_L(1),),
+        QWEN25_SAMPLING,
+        QWEN25_TEMPLATE,
+    ),
+    "qwen2.5-1.5b": ModelPreset(
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        _qwen2(28, 1536, 8960, 12, 2, 151936),
+        (_L(1),),
+        QWEN25_SAMPLING,
+        QWEN25_TEMPLATE,
+        {"max_position_embeddings": (131072,)},
+    ),
+    "qwen2.5-3b": ModelPreset(
+        "Qwen/Qwen2.5-3B-Instruct",
+        _qwen2(36, 2048, 11008, 16, 2, 151936),
+        (
+            _L(1, recompute="full"),
+            _L(2),
+        ),
+        QWEN25_SAMPLING,
+        QWEN25_TEMPLATE,
+    ),
+    "qwen2.5-7b": ModelPreset(
+        "Qwen/Qwen2.5-7B-Instruct",
+        _qwen2(28, 3584, 18944, 28, 4, 152064),
+        (
+            _L(2, tensor=2, recompute="full"),
+            _L(4, tensor=2),
+        ),
+        QWEN25_SAMPLING,
+        QWEN25_TEMPLATE,
+        {"max_position_embeddings": (131072,)},
+    ),
+    "qwen2.5-32b": ModelPreset(
+        "Qwen/Qwen2.5-32B-Instruct",
+        _qwen2(64, 5120, 27648, 40, 8, 152064),
+        (
+            _L(8, tensor=4, engine=2),
+            _L(16, tensor=8, engine=2),
+        ),
+        QWEN25_SAMPLING,
+        QWEN25_TEMPLATE,
+        {"max_position_embeddings": (131072,), "rms_norm_eps": (1e-5,)},
+    ),
+    "qwen3-0.6b": ModelPreset(
+        "Qwen/Qwen3-0.6B",
+        _qwen3(28, 1024, 3072, 16, 8),
+        (_L(1),),
+        QWEN3_SAMPLING,
+        QWEN3_TEMPLATE,
+        {"max_position_embeddings": (32768,)},
+    ),
+    "qwen3-1.7b": ModelPreset(
+        "Qwen/Qwen3-1.7B",
+        _qwen3(28, 2048, 6144, 16, 8),
+        (_L(1),),
+        QWEN3_SAMPLING,
+        QWEN3_TEMPLATE,
+        {"max_position_embeddings": (32768,)},
+    ),
+    "qwen3-4b": ModelPreset(
+        "Qwen/Qwen3-4B",
+        _qwen3(36, 2560, 9728, 32, 8),
+        (
+            _L(1, recompute="full"),
+            _L(2, recompute="selective"),
+            _L(4),
+        ),
+        QWEN3_SAMPLING,
+        QWEN3_TEMPLATE,
+        {"max_position_embeddings": (32768,)},
+    ),
+    "qwen3-4b-instruct-2507": ModelPreset(
+        "Qwen/Qwen3-4B-Instruct-2507",
+        {**_qwen3(36, 2560, 9728, 32, 8), "rope_theta": 5e6, "max_position_embeddings": 262144},
+        (
+            _L(1, recompute="full"),
+            _L(2, recompute="selective"),
+            _L(4),
+        ),
+        QWEN3_2507,
+        QWEN3_INSTRUCT_TEMPLATE,
+    ),
+    "qwen3-8b": ModelPreset(
+        "Qwen/Qwen3-8B",
+        _qwen3(36, 4096, 12288, 32, 8),
+        (
+            _L(2, recompute="selective"),
+            _L(4, tensor=2),
+        ),
+        QWEN3_SAMPLING,
+        QWEN3_TEMPLATE,
+        {"max_position_embeddings": (32768,)},
+    ),
+    "qwen3-14b": ModelPreset(
+        "Qwen/Qwen3-14B",
+        _qwen3(40, 5120, 17408, 40, 8),
+        (
+            _L(4, tensor=4, recompute="full"),
+            _L(8, tensor=4),
+        ),
+        QWEN3_SAMPLING,
+        QWEN3_TEMPLATE,
+        {"max_position_embeddings": (32768,)},
+    ),
+    "qwen3-32b": ModelPreset(
+        "Qwen/Qwen3-32B",
+        _qwen3(64, 5120, 25600, 64, 8),
+        (
+            _L(8, tensor=4, engine=2),
+            _L(16, tensor=8, engine=2),
+        ),
+        QWEN3_SAMPLING,
+        QWEN3_TEMPLATE,
+    ),
+    "qwen3-30b-a3b": ModelPreset(
+        "Qwen/Qwen3-30B-A3B",
+        _qwen3_moe(48, 2048, 6144, 32, 768),
+        (_L(8, tensor=2, expert=8, engine=2, recompute="full"),),
+        QWEN3_SAMPLING,
+        QWEN3_TEMPLATE,
+        {"max_position_embeddings": (32768, 262144), "rope_theta": (1e7,)},
+    ),
+    "qwen3-235b-a22b": ModelPreset(
+        "Qwen/Qwen3-235B-A22B",
+        _qwen3_moe(94, 4096, 12288, 64, 1536),
+        (_L(64, pipeline=2, expert=16, engine=8, recompute="full"),),
+        QWEN3_SAMPLING,
+        QWEN3_TEMPLATE,
+        {"max_position_embeddings": (262144,), "rope_theta": (5e6,)},
+    ),
+}
