@@ -5,13 +5,16 @@ Knows nothing of files and tensors: config_file.py and tensors.py read those. No
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import family_named
 from millrace.core.families.rope_scaling import KINDS, RotaryScaling
+from millrace.core.families.routing import SigmoidRouting
 
 
 @dataclass(frozen=True)
@@ -33,79 +36,80 @@ class Architecture:
     rotary: int  # dimensions of a head that rotate
     interleaved: bool  # whether neighbouring dimensions rotate together
     rope_scaling: RotaryScaling | None
-    experts: int  # 0: dense
+    experts: int  # of a layer that has any; 0: no layer has
+    expert_layers: tuple[int, ...]  # numbers of the layers that have experts; the others have a dense MLP
     expert_ffn: int
     experts_used: int  # by a token
-    shared_ffn: int  # of the expert that every token uses, behind a gate; 0: none
-    norm_topk: bool  # whether the weights of a token's experts sum to 1
+    shared_ffn: int  # of the experts that every token uses, together; 0: none
+    shared_gate: bool  # whether a gate weighs these
+    norm_topk: bool  # whether the weights of a token's experts sum to 1, before a factor
+    routing: SigmoidRouting | None  # None: routers take a softmax
     qkv_bias: bool  # whether queries, keys and values have biases
     qk_norm: bool  # whether queries and keys are normalised, head by head
     branch_norms: bool  # whether a layer also has norms after attention and after the feed-forward part
+    further_layers: int  # stored after the last, not used: they predict tokens after the next one
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that shapes of tensors are made of, by the names that a family's parts use."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+    def sizes(self, layer: int | None = None) -> dict[str, int]:
+        """The sizes that shapes of tensors are made of, by the names that a family's parts use: of a layer, or outside of layers.
+
+        `q` and `kv`: all heads together. A size of 0 says that the layer has no such part.
+        """
+        mixture = layer in self.expert_layers
         return {
             "vocab": self.vocab,
             "hidden": self.hidden,
-            "q": q,
-            "kv": kv,
+            "q": self.heads * self.head_dim,
+            "kv": self.kv_heads * self.head_dim,
             "head_dim": self.head_dim,
-            "ffn": self.ffn,
-            "gate_up": 2 * self.ffn,
-            "expert_ffn": self.expert_ffn,
-            "shared_ffn": self.shared_ffn,
-            "experts": self.experts,
-            "one": 1,
+            "ffn": 0 if mixture else self.ffn,
+            "gate_up": 0 if mixture else 2 * self.ffn,
+            "expert_ffn": self.expert_ffn if mixture else 0,
+            "experts": self.experts if mixture else 0,
+            "shared_ffn": self.shared_ffn if mixture else 0,
+            "shared_gate": int(mixture and self.shared_gate),
         }
 
-    def has(self, part: ModelPart) -> bool:
-        """Whether the model has a part of its family."""
-        return not part.when or bool(getattr(self, part.when))
+    def shapes(self, part: ModelPart, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Shapes of a part's tensors, of one expert if it is an expert's; empty if the layer with these sizes does not have it."""
+        if part.when and not getattr(self, part.when):
+            return {}
+        shapes = {name: tuple(sizes[size] for size in shape) for name, shape in part.tensors.items()}
+        return shapes if all(map(all, shapes.values())) else {}
+
+    def counted(self, layer: int) -> Iterator[tuple[ModelPart, int]]:
+        """The parts of a layer, with the number of parameters of each, of all experts together."""
+        sizes = self.sizes(layer)
+        for part in family_named(self.family).layer:
+            shapes = self.shapes(part, sizes)
+            if shapes:
+                times = self.experts if part.of_experts else 1
+                yield part, times * sum(map(math.prod, shapes.values()))
 
     @property
     def embedding(self) -> int:
         """Parameters of the embedding, and of an output layer that is not tied to it."""
         return self.vocab * self.hidden
 
-    @property
-    def attention(self) -> int:
-        """Parameters of one layer's attention."""
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-
-    @property
-    def mlp(self) -> int:
-        """Parameters of one layer's dense MLP, or of one expert."""
-        return 3 * self.hidden * (self.expert_ffn if self.experts else self.ffn)
-
-    @property
-    def norms(self) -> int:
-        """Parameters of one layer's norms, without those of heads."""
-        return self.hidden * (4 if self.branch_norms else 2)
-
-    @property
-    def layer(self) -> int:
-        """Parameters of one layer, without biases and the norms of heads."""
-        return self.attention + self.shared + self.mlp * max(1, self.experts) + self.norms
-
-    @property
-    def shared(self) -> int:
-        """Parameters of one layer's router, and of its shared expert with its gate."""
-        gate = self.hidden if self.shared_ffn else 0
-        return self.experts * self.hidden + 3 * self.hidden * self.shared_ffn + gate
-
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the model."""
-        outer = self.embedding * (1 if self.tied else 2) + self.hidden
-        return self.layers * self.layer + outer
+        layers = sum(count for layer in range(self.layers) for _, count in self.counted(layer))
+        return layers + self.embedding * (1 if self.tied else 2) + self.hidden
+
+    @cached_property
+    def products(self) -> int:
+        """Weights that a token is multiplied with, the output layer's among them."""
+        used = self.embedding
+        for layer in range(self.layers):
+            for part, count in self.counted(layer):
+                if all(len(shape) > 1 for shape in part.tensors.values()):
+                    used += count * self.experts_used // self.experts if part.of_experts else count
+        return used
 
     def flops(self, tokens: int) -> int:
         """Operations of a forward pass over one sequence: products with weights, and causal attention, which is quadratic."""
-        layer = self.attention + self.shared + self.mlp * max(1, self.experts_used)
         scores = self.layers * self.heads * self.head_dim * tokens**2
-        return 2 * (tokens * (self.layers * layer + self.embedding) + scores)
+        return 2 * (tokens * self.products + scores)
 
     def kv_bytes(self, bytes_each: int) -> int:
         """Bytes of KV cache a token."""
@@ -114,7 +118,8 @@ class Architecture:
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
     """The sizes in a config.json that was read by `read_hf_config`."""
-    experts, family = hf.get("num_experts", 0), family_named(hf["model_type"])
+    family, experts = family_named(hf["model_type"]), hf.get("n_routed_experts", hf.get("num_experts", 0))
+    mixtures = expert_layers(hf) if experts else ()
     return Architecture(
         family=family.name,
         layers=hf["num_hidden_layers"],
@@ -131,15 +136,44 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         rotary=int(hf["head_dim"] * hf.get("partial_rotary_factor", 1.0)),
         interleaved=family.interleaved,
         rope_scaling=_scaling(hf.get("rope_scaling")),
-        experts=experts,
-        expert_ffn=hf["moe_intermediate_size"] if experts else 0,
-        experts_used=hf["num_experts_per_tok"] if experts else 0,
-        shared_ffn=hf.get("shared_expert_intermediate_size", 0),
-        norm_topk=experts > 0 and hf["norm_topk_prob"],
+        experts=experts if mixtures else 0,
+        expert_layers=mixtures,
+        expert_ffn=hf["moe_intermediate_size"] if mixtures else 0,
+        experts_used=hf["num_experts_per_tok"] if mixtures else 0,
+        shared_ffn=_shared_ffn(hf) if mixtures else 0,
+        shared_gate=bool(mixtures) and "shared_expert_intermediate_size" in hf,
+        norm_topk=bool(mixtures) and hf["norm_topk_prob"],
+        routing=_routing(hf) if mixtures else None,
         qkv_bias=hf.get("attention_bias", family.has("linear_qkv.bias")),
         qk_norm=family.has("q_layernorm.weight"),
         branch_norms=family.has("post_mlp_layernorm.weight"),
+        further_layers=hf.get("num_nextn_predict_layers", 0),
     )
+
+
+def expert_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of the layers that have experts, in any way that config.json says it."""
+    kinds = hf.get("mlp_layer_types")
+    dense, step, only = (
+        hf.get(key) for key in ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
+    )
+    return tuple(
+        layer
+        for layer in range(hf["num_hidden_layers"])
+        if layer >= (dense or 0) and (layer + 1) % (step or 1) == 0 and layer not in (only or ())
+        if kinds is None or kinds[layer] == "sparse"
+    )
+
+
+def _shared_ffn(hf: Mapping[str, Any]) -> int:
+    shared: int = hf.get("shared_expert_intermediate_size", 0)
+    return shared or hf.get("n_shared_experts", 0) * hf["moe_intermediate_size"]
+
+
+def _routing(hf: Mapping[str, Any]) -> SigmoidRouting | None:
+    if "routed_scaling_factor" not in hf:
+        return None
+    return SigmoidRouting(hf["n_group"], hf["topk_group"], hf["routed_scaling_factor"])
 
 
 def _scaling(read: Mapping[str, Any] | None) -> RotaryScaling | None:

@@ -14,11 +14,16 @@ from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.family import REFUSED, Family, Honoured
 from millrace.core.families.registry import family_named, family_of, known_names
 from millrace.core.families.rotary import ROTARY, rotary
+from millrace.core.families.routing import BEST
 from millrace.core.plain_text import json_text
 
 WHOLE = "take a whole checkpoint"
 OTHER = "take another model, or remove the key if it changes nothing"
-ALIASES = {"num_local_experts": "num_experts"}  # transformers 5 writes the first
+# transformers 5 may write the first; the family has one of the others
+ALIASES = {
+    "num_local_experts": ("num_experts", "n_routed_experts"),
+    "num_mtp_layers": ("num_nextn_predict_layers",),
+}
 # by transformers' attention, masks, caches and rotary embeddings, or by an engine's model
 READ_UNDECLARED = frozenset(
     [
@@ -80,8 +85,9 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             remedy=f"supported: {', '.join(known_names())}",
         )
     renamed = dict(config)
-    for alias, name in ALIASES.items():
-        if name in family.keys and alias in renamed:
+    for alias, names in ALIASES.items():
+        name = next((name for name in names if name in family.keys), None)
+        if name and alias in renamed:
             value = renamed.pop(alias)
             if renamed.setdefault(name, value) != value:
                 refuse(alias, value, f"{name} says {renamed[name]!r}")
@@ -131,10 +137,16 @@ def _value(
         if not isinstance(value, bool):
             refuse(key, value, "true or false is wanted", WHOLE)
         return value
+    if rule.kind is list:
+        if not isinstance(value, list) or (rule.allows and not rule.allows(value)):
+            refuse(key, value, "no list of its kind", WHOLE)
+        return value
     if isinstance(value, bool) or not isinstance(value, int if rule.kind is int else int | float):
         refuse(key, value, "a number is wanted", WHOLE)
-    if not value > 0:
-        refuse(key, value, "it must be above 0", WHOLE)
+    if not (value > 0 if rule.least is None else value >= rule.least):
+        refuse(
+            key, value, f"it must be {'above 0' if rule.least is None else f'at least {rule.least}'}", WHOLE
+        )
     return rule.kind(value)
 
 
@@ -148,8 +160,32 @@ def _check_sizes(values: Mapping[str, Any], refuse: Any) -> None:
     turning = values["head_dim"] * (part := values.get("partial_rotary_factor", 1.0))
     if part > 1 or turning < 2 or int(turning) % 2:
         refuse("partial_rotary_factor", part, "an even number of a head's dimensions must rotate", WHOLE)
-    chosen, experts = values.get("num_experts_per_tok", 0), values.get("num_experts", 0)
+    experts_key = next((key for key in ("num_experts", "n_routed_experts") if key in values), None)
+    if experts_key:
+        _check_experts(values, values[experts_key], refuse)
+
+
+def _check_experts(values: Mapping[str, Any], experts: int, refuse: Any) -> None:
+    chosen, layers, kinds = (
+        values["num_experts_per_tok"],
+        values["num_hidden_layers"],
+        values.get("mlp_layer_types"),
+    )
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"there are only {experts} experts", WHOLE)
     if chosen == 1 and values["norm_topk_prob"]:
         refuse("num_experts_per_tok", chosen, "with norm_topk_prob the router would have no effect", WHOLE)
+    if kinds is not None and len(kinds) != layers:
+        refuse("mlp_layer_types", kinds, f"there are {layers} layers", WHOLE)
+    groups, used = values.get("n_group", 1), values.get("topk_group", 1)
+    if experts % groups or (groups > 1 and experts // groups < BEST):
+        refuse("n_group", groups, f"{experts} experts do not make as many groups of {BEST} and more", WHOLE)
+    if used > groups:
+        refuse("topk_group", used, f"there are only {groups} groups", WHOLE)
+    if chosen > experts // groups * used:
+        refuse(
+            "num_experts_per_tok",
+            chosen,
+            f"{used} groups have only {experts // groups * used} experts",
+            WHOLE,
+        )

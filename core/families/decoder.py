@@ -61,6 +61,11 @@ BOUND = {
     "tie_encoder_decoder": Bound((False,)),
 }
 
+
+def _layer_numbers(value: list[Any]) -> bool:
+    return all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+
+
 # of Qwen's mixtures of experts
 EXPERT_SIZES = {
     "num_key_value_heads": Honoured(int),
@@ -69,8 +74,10 @@ EXPERT_SIZES = {
     "num_experts_per_tok": Honoured(int),
     "moe_intermediate_size": Honoured(int),
     "norm_topk_prob": Honoured(bool, absent=False),
+    # a dense MLP has its own size
+    "decoder_sparse_step": Honoured(int, absent=1),
+    "mlp_only_layers": Honoured(list, absent=[], null=[], allows=_layer_numbers),
 }
-EXPERTS_EVERYWHERE = {"mlp_only_layers": Bound(([], None)), "decoder_sparse_step": Bound((1,))}
 ROUTER_LOSSES = {"output_router_logits", "router_aux_loss_coef"}  # trainer.megatron sets the losses
 
 _NOTES = """
@@ -170,8 +177,17 @@ EXPERTS = (
     ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),
     *gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", "expert_ffn"),
 )
+# a sigmoid router's; the choice of experts would change if it were rounded
+ROUTER_BIAS = (
+    ModelPart(
+        f"{_IN}.mlp.router.expert_bias",
+        {f"{_AT}.mlp.gate.e_score_correction_bias": ("experts",)},
+        trained=False,
+    ),
+)
 SHARED_GATE = (
     ModelPart(
-        f"{_IN}.mlp.shared_experts.gate_weight", {f"{_AT}.mlp.shared_expert_gate.weight": ("one", "hidden")}
+        f"{_IN}.mlp.shared_experts.gate_weight",
+        {f"{_AT}.mlp.shared_expert_gate.weight": ("shared_gate", "hidden")},
     ),
 )

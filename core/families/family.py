@@ -17,13 +17,15 @@ REFUSED: Final = object()
 class Honoured:
     """A key that the model is built from.
 
-    `kind`: int (at least 1), float (above 0) or bool. `absent` and `null`: the value if the key is missing or null, or a
-    function of the sizes read before it; REFUSED if a file must have the key.
+    `kind`: int, float, bool or list. A number is above 0, or as `least` says; a list is one that `allows` accepts. `absent` and
+    `null`: the value if the key is missing or null, or a function of the sizes read before it; REFUSED if a file must have the key.
     """
 
     kind: type
     absent: Any = REFUSED
     null: Any = REFUSED
+    least: int | None = None
+    allows: Callable[[Any], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ class Bound:
 class ModelPart:
     """One parameter of megatron's model, and the tensors of a checkpoint that hold it.
 
-    `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of sizes: `vocab`, `hidden`, `q`
-    and `kv` (all heads together), `head_dim`, `ffn`, `gate_up` (twice that), `expert_ffn`, `shared_ffn`, `experts`, `one` (1).
-    Names may contain {layer} and {expert}.
+    `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of `Architecture.sizes`. A
+    layer of which one of these sizes is 0 does not have the part. Names may contain {layer} and {expert}.
     `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `halves` are such a pair in one
     tensor, `heads` query, key and value by group of heads. `split`: the dimension that is cut over tensor parallel ranks; None:
-    each has all of it. `when`: the flag of an Architecture without which a model has no such part.
+    each has all of it. `when`: the flag of an Architecture without which a model has no such part. `trained`: whether steps
+    change it; a part that they do not change is in float32, whatever the type of the weights.
     """
 
     parameter: str
@@ -61,6 +63,12 @@ class ModelPart:
     split: int | None = None
     form: Literal["one", "pair", "halves", "heads"] = "one"
     when: str = ""
+    trained: bool = True
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert of a layer has one."""
+        return "{expert}" in self.parameter
 
     def renamed(self, old: str, new: str) -> ModelPart:
         """The same part with other names of tensors."""
@@ -74,7 +82,7 @@ class Family:
 
     `model_class`: its class in transformers. `keys`: what the model is built from. `bound`: keys with one
     meaning here; `architectures` is among them by itself. `harmless`: keys of which no value changes a log-probability. The three have every key that the class declares. `layer`: parts of
-    every layer; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
+    layers; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
     `rotary_part`: partial_rotary_factor if the key is missing; None: only whole heads rotate. `interleaved`: whether neighbouring
     dimensions rotate together, instead of those half a head apart.
     """
@@ -105,5 +113,5 @@ class Family:
         assert not twice, f"family {self.name}: {twice} has two meanings"
 
     def has(self, parameter: str) -> bool:
-        """Whether each layer has such a parameter."""
+        """Whether layers may have such a parameter. parameter: the end of megatron's name."""
         return any(part.parameter.endswith(parameter) for part in self.layer)

@@ -14,24 +14,25 @@ from torch import Tensor
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.config_file import WHOLE
-from millrace.core.families.tensors import weight_tensors
+from millrace.core.families.tensors import kept_tensors, weight_tensors
 
 
 class FolderTensors:
-    """The tensors of a Hugging Face folder, by their names there.
+    """The tensors of a Hugging Face folder, by their names there. `stored`: of the model; `kept`: those that no step changes.
 
     Raises ConfigError if they do not fit the model, or some are missing. `field`: the setting that named the folder.
     """
 
     def __init__(self, folder: str, arch: Architecture, field: str = "model.path") -> None:
         self.stored = weight_tensors(folder, arch, field)
+        self.kept = kept_tensors(folder, arch, field)
         self._folder = Path(folder)
         self._where = f"{field} = {folder}"
         self._open: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor of the model. Raises ConfigError if its file cannot be read."""
-        file = self.stored[name].file
+        """A tensor of the folder. Raises ConfigError if its file cannot be read."""
+        file = (self.stored.get(name) or self.kept[name]).file
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self._folder / file, "pt")

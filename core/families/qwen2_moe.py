@@ -16,7 +16,6 @@ QWEN2_MOE = Family(
     },
     bound={
         **decoder.BOUND,
-        **decoder.EXPERTS_EVERYWHERE,
         "qkv_bias": Bound((True,)),
     },
     harmless=decoder.HARMLESS | decoder.NO_WINDOW | decoder.ROUTER_LOSSES,
@@ -25,6 +24,7 @@ QWEN2_MOE = Family(
         *decoder.NORMS,
         *decoder.ATTENTION,
         *decoder.QKV_BIAS,
+        *decoder.DENSE,
         *decoder.EXPERTS,
         *decoder.gated("mlp.shared_experts", "mlp.shared_expert", "shared_ffn"),
         *decoder.SHARED_GATE,

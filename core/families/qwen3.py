@@ -28,9 +28,9 @@ QWEN3_MOE = Family(
         **decoder.SIZES,
         **decoder.EXPERT_SIZES,
     },
-    bound={**decoder.BOUND, **decoder.EXPERTS_EVERYWHERE},
+    bound=decoder.BOUND,
     harmless=decoder.HARMLESS | decoder.NO_WINDOW | decoder.ROUTER_LOSSES,
     before=decoder.BEFORE,
-    layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QK_NORM, *decoder.EXPERTS),
+    layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QK_NORM, *decoder.DENSE, *decoder.EXPERTS),
     after=decoder.AFTER,
 )

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,38 +50,39 @@ class StoredTensor:
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its Hugging Face name."""
-    family, sizes = family_named(arch.family), arch.sizes
+    family = family_named(arch.family)
 
-    def stored(part: ModelPart, **numbers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, shape in part.tensors.items():
-            yield name.format(**numbers), tuple(sizes[size] for size in shape)
+    def stored(
+        parts: Iterable[ModelPart], sizes: Mapping[str, int], layer: int = 0
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for part in parts:
+            for expert in range(sizes["experts"] if part.of_experts else 1):
+                for name, shape in arch.shapes(part, sizes).items():
+                    yield name.format(layer=layer, expert=expert), shape
 
-    shapes = dict(tensor for part in family.before for tensor in stored(part))
+    shapes = dict(stored(family.before, arch.sizes()))
     for layer in range(arch.layers):
-        for part in filter(arch.has, family.layer):
-            experts = range(arch.experts) if "{expert}" in part.parameter else range(1)
-            shapes |= dict(
-                tensor for expert in experts for tensor in stored(part, layer=layer, expert=expert)
-            )
-    shapes |= dict(tensor for part in family.after for tensor in stored(part))
+        shapes |= dict(stored(family.layer, arch.sizes(layer), layer))
+    shapes |= dict(stored(family.after, arch.sizes()))
     if arch.tied:
         del shapes[HEAD]
     return shapes
 
 
-def parameter_count(arch: Architecture) -> int:
-    """How many parameters a model has; a tied output layer is counted once."""
-    return sum(math.prod(shape) for shape in tensor_shapes(arch).values())
-
-
 def stored_names(arch: Architecture, parameter: str, *, layer: int = 0, expert: int = 0) -> list[str]:
     """Hugging Face names of the tensors that make a parameter. parameter: the end of megatron's name, as in a family's part.
 
-    Empty if the family has no such parameter.
+    Empty if the layer has no such parameter.
     """
     family = family_named(arch.family)
-    parts = (part for part in filter(arch.has, family.parts) if part.parameter.endswith(f".{parameter}"))
-    return [name.format(layer=layer, expert=expert) for part in parts for name in part.tensors]
+    parts = [(part, arch.sizes(layer)) for part in family.layer]
+    parts += [(part, arch.sizes()) for part in (*family.before, *family.after)]
+    return [
+        name.format(layer=layer, expert=expert)
+        for part, sizes in parts
+        if part.parameter.endswith(f".{parameter}")
+        for name in arch.shapes(part, sizes)
+    ]
 
 
 def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:
@@ -93,12 +94,13 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
     where = f"{field} = {folder}"
     stored = _stored_tensors(Path(folder), where)
     shapes = tensor_shapes(arch)
+    further = _of_further_layers(arch)
     for name, tensor in stored.items():
         known = shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
         if tensor.dtype not in BYTES and not LEFT_OVER.fullmatch(name):
             reason = f"tensor {name} in {tensor.file} is of type {tensor.dtype}, not of {', '.join(BYTES)}"
             raise ConfigError(reason, where=where, remedy=UNQUANTISED)
-        if known is None and not LEFT_OVER.fullmatch(name):
+        if known is None and not LEFT_OVER.fullmatch(name) and not further.match(name):
             reason = f"tensor {name} in {tensor.file} belongs to no parameter of this {arch.family} model"
             raise ConfigError(reason, where=where, remedy=FAMILY)
         if known is not None and tensor.shape != known:
@@ -116,6 +118,25 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
             remedy="set tie_word_embeddings to what the model was trained with",
         )
     return {name: stored[name] for name in shapes}
+
+
+def kept_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:
+    """Tensors of a folder that no step changes: the routers' biases, and layers that predict further tokens, if it has any."""
+    fixed = [part for part in family_named(arch.family).layer if not part.trained]
+    if not fixed and not arch.further_layers:
+        return {}
+    names = {
+        name.format(layer=layer) for part in fixed for layer in arch.expert_layers for name in part.tensors
+    }
+    further = _of_further_layers(arch)
+    stored = _stored_tensors(Path(folder), f"{field} = {folder}")
+    return {name: tensor for name, tensor in stored.items() if name in names or further.match(name)}
+
+
+def _of_further_layers(arch: Architecture) -> re.Pattern[str]:
+    """Names of tensors of the layers after the last, which predict tokens after the next one."""
+    numbers = range(arch.layers, arch.layers + arch.further_layers)
+    return re.compile(rf"model\.layers\.({'|'.join(map(str, numbers)) or 'none'})\.")
 
 
 def stored_type(folder: str) -> str | None:

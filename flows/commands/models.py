@@ -15,7 +15,6 @@ from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import resolved
 from millrace.core.families.presets import PRESETS
 from millrace.core.families.registry import family_named
-from millrace.core.families.tensors import parameter_count
 from millrace.flows.commands.listing import CsvOption, JsonOption, Listing, print_listing
 from millrace.flows.commands.terminal import guarded
 
@@ -76,4 +75,4 @@ def family_of_preset(name: str) -> str:
 def parameters_of(name: str) -> int:
     """The number of a preset's parameters."""
     preset = PRESETS[name]
-    return parameter_count(architecture(resolved(preset.config, preset.model)))
+    return architecture(resolved(preset.config, preset.model)).parameters

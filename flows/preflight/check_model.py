@@ -23,7 +23,7 @@ from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.connectors.teachers.teacher_tokenizer import UnprovenError, differing_text
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options import stages
-from millrace.core.config.megatron_options.transformer import TRANSFORMER
+from millrace.core.config.megatron_options.rules import router_problems
 from millrace.core.config.model_preset import differences
 from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import ConfigError, StorageError, remedy_of
@@ -86,8 +86,7 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
         except ConfigError as error:
             if config.model.dtype == "auto":
                 yield Problem(error.where, "auto", error.reason, error.remedy)
-        if not shape.experts:
-            yield from TRANSFORMER.experts_problems(config.trainer.megatron)
+        yield from router_problems(config, shape)
     if os.path.isdir(path) or config.model.tokenizer:
         yield from _tokenizer(config, found)
     yield from _reference(config, shape, may_be_made)
@@ -152,8 +151,10 @@ def _folder(field: str, folder: str, whole: bool = True) -> Generator[Problem, N
 def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iterator[Problem]:
     p = config.trainer.parallel
     cut = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
-    if not shape.experts or p.expert == 1:
-        cut["MLP channels"] = shape.expert_ffn if shape.experts else shape.ffn
+    if len(shape.expert_layers) < shape.layers:
+        cut["MLP channels"] = shape.ffn
+    if shape.experts and p.expert == 1:
+        cut["channels of an expert"] = shape.expert_ffn
     if shape.shared_ffn:
         cut["channels of the shared expert"] = shape.shared_ffn
     for name, size in cut.items():

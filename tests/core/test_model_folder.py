@@ -346,8 +346,9 @@ PARAMETERS = {  # published, in all digits
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_tensors_have_the_published_number_of_parameters(name: str) -> None:
-    shapes = tensor_shapes(architecture(resolved(PUBLISHED[name], name)))
-    assert sum(math.prod(shape) for shape in shapes.values()) == PARAMETERS[name]
+    arch = architecture(resolved(PUBLISHED[name], name))
+    assert sum(math.prod(shape) for shape in tensor_shapes(arch).values()) == PARAMETERS[name]
+    assert arch.parameters == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("window", [{}, {"sliding_window": 4096}])

@@ -61,7 +61,8 @@ def read_tensors(folder: Path, shape: Architecture, dtype: torch.dtype | None) -
     except ConfigError as error:
         raise ModelError(str(error)) from error
     wanted = dtype or tensors[EMBEDDING].dtype
-    return {name: tensor.to(wanted) for name, tensor in tensors.items()}
+    exact = folder_tensors.kept
+    return {name: tensor.to(torch.float32 if name in exact else wanted) for name, tensor in tensors.items()}
 
 
 class Weights:
@@ -79,15 +80,16 @@ class Weights:
 
     def _layer(self, number: int) -> dict[str, Any]:
         layer = {name: self._one(parameter, number) for name, parameter in LAYER.items()}
-        if self.shape.experts:
+        if number in self.shape.expert_layers:
+            layer["router_bias"] = self._one("mlp.router.expert_bias", number)
             layer["router"] = self._one("mlp.router.weight", number)
             one = "local_experts.{expert}"
             layer["experts"] = [self._mlp(one, number, expert) for expert in range(self.shape.experts)]
+            if self.shape.shared_ffn:
+                layer["shared"] = self._mlp("shared_experts", number)
+                layer["shared_gate"] = self._one("shared_experts.gate_weight", number)
         else:
             layer["mlp"] = self._mlp("mlp", number)
-        if self.shape.shared_ffn:
-            layer["shared"] = self._mlp("shared_experts", number)
-            layer["shared_gate"] = self._one("shared_experts.gate_weight", number)
         return layer
 
     def _mlp(self, place: str, layer: int, expert: int = 0) -> tuple[Tensor, Tensor]:
@@ -212,7 +214,8 @@ class Decoder:
                 attended = _norm(attended, layer["attended_norm"], s.eps)
             x = x + attended
             normed = _norm(x, layer["norm2"], s.eps)
-            fed = self._experts(normed, layer) if s.experts else _feed_forward(normed, *layer["mlp"])
+            mixture = "experts" in layer
+            fed = self._experts(normed, layer) if mixture else _feed_forward(normed, *layer["mlp"])
             if s.branch_norms:
                 fed = _norm(fed, layer["fed_norm"], s.eps)
             x = x + fed
@@ -220,10 +223,7 @@ class Decoder:
 
     def _experts(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
         """Mixture of experts. Each expert's rows are padded, so that results do not depend on other rows that chose it."""
-        scores = F.linear(x, layer["router"]).float().softmax(-1)
-        top, chosen = scores.topk(self.shape.experts_used, dim=-1)
-        if self.shape.norm_topk:
-            top = top / top.sum(-1, keepdim=True)
+        top, chosen = self._routed(x, layer)
         parts = torch.zeros(*chosen.shape, x.shape[-1], dtype=x.dtype)
         for number, expert in enumerate(layer["experts"]):
             rows, places = (chosen == number).nonzero(as_tuple=True)
@@ -235,8 +235,22 @@ class Decoder:
         for place in range(chosen.shape[1]):
             out = out + parts[:, place] * top[:, place, None].to(x.dtype)
         if "shared" in layer:
-            out = out + padded_linear(x, layer["shared_gate"]).sigmoid() * _feed_forward(x, *layer["shared"])
+            shared = _feed_forward(x, *layer["shared"])
+            if layer["shared_gate"] is not None:
+                shared = padded_linear(x, layer["shared_gate"]).sigmoid() * shared
+            out = out + shared
         return out
+
+    def _routed(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of the experts of each token."""
+        s = self.shape
+        if s.routing is not None:
+            logits = F.linear(x.float(), layer["router"].float())
+            chosen = s.routing.chosen(logits, layer["router_bias"], s.experts_used)
+            return s.routing.weights(logits, chosen, normalised=s.norm_topk), chosen
+        scores = F.linear(x, layer["router"]).float().softmax(-1)
+        top, chosen = scores.topk(s.experts_used, dim=-1)
+        return top / top.sum(-1, keepdim=True) if s.norm_topk else top, chosen
 
 
 def rounded_up(count: int, step: int) -> int:

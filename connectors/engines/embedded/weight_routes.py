@@ -240,8 +240,8 @@ class WeightRoutes:
         def replace() -> None:
             engine = self.engine
             self._check({name: tensor.shape for name, tensor in tensors.items()})
-            cast = {name: tensor.to(engine.decoder.weights.dtype) for name, tensor in tensors.items()}
-            merged = {**engine.decoder.weights.tensors, **cast}
+            held = engine.decoder.weights.tensors
+            merged = held | {name: tensor.to(held[name].dtype) for name, tensor in tensors.items()}
             engine.replace_weights(
                 Weights(engine.shape, merged), engine.weight_version if version is None else str(version)
             )

@@ -64,8 +64,7 @@ class RankWeights:
         self._check_version(version)
         with self._working("bucket", everything=False):
             if number == 0:
-                dtype = self.policy.config.params_dtype
-                self._stream = BucketStream(self.policy, self.hf, dtype, size, share=share)
+                self._stream = BucketStream(self.policy, self.hf, size, share=share)
                 self._buckets = iter(self._stream)
             return next(self._buckets)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from millrace.connectors.trainers.megatron.model.policy_model import CriticModel, PolicyModel, build_model
+from millrace.connectors.trainers.megatron.model.sigmoid_router import SigmoidRouter
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.connectors.trainers.megatron.optim.optimizer import make_optimizer, make_schedule, wrap
 from millrace.connectors.trainers.megatron.optim.parameter_state import (
@@ -41,6 +42,8 @@ def model_from_hf(
     inner = build_model(config, hf, kind).to(device)
     if config.dtype == "bfloat16":
         inner.bfloat16()
+        for router in filter(lambda part: isinstance(part, SigmoidRouter), inner.modules()):
+            router.keep_bias_exact()
     load_hf(inner, folder, hf, field)
     return inner
 

@@ -33,9 +33,23 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 def model_problems(config: RunConfig, architecture: Architecture) -> Iterator[Problem]:
     """Options of trainer.megatron that do nothing for this model, or do not fit it."""
-    if not architecture.experts:
-        yield from TRANSFORMER.experts_problems(config.trainer.megatron)
+    yield from router_problems(config, architecture)
     yield from stages.problems(config, architecture.layers, "model")
+
+
+def router_problems(config: RunConfig, architecture: Architecture) -> Iterator[Problem]:
+    """Options of trainer.megatron for routers that this model does not have."""
+    options = config.trainer.megatron
+    if not architecture.experts:
+        yield from TRANSFORMER.experts_problems(options)
+    for name in sorted({"moe_aux_loss_coeff", "moe_z_loss_coeff"} & set(options)):
+        if architecture.routing:
+            yield Problem(
+                f"trainer.megatron.{name}",
+                options[name],
+                "it is for routers that take a softmax, and this model's take sigmoids",
+                "remove it",
+            )
 
 
 def check(config: RunConfig, architecture: Architecture) -> None:

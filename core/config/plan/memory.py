@@ -14,6 +14,7 @@ from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.family import ModelPart
 
 FP32 = 4  # bytes
 LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk
@@ -37,38 +38,44 @@ def size_text(size: float) -> str:
 
 
 def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
-    """Parameters that the fullest rank holds: an outer pipeline stage's."""
-    p = config.trainer.parallel
-    expert_split = p.expert if p.expert > 1 else p.tensor
-    router = (shape.experts + (1 if shape.shared_ffn else 0)) * shape.hidden
-    mlp = shape.mlp * max(1, shape.experts) // (expert_split if shape.experts else p.tensor)
-    shared = 3 * shape.hidden * shape.shared_ffn // p.tensor
-    layer = shape.attention // p.tensor + mlp + shared + router + shape.norms
-    ends = 1 if p.pipeline > 1 or shape.tied else 2
-    return (
-        max(layers_of_stages(config, shape.layers)) * layer
-        + ends * -(-shape.embedding // p.tensor)
-        + shape.hidden
-    )
+    """Parameters that the fullest rank holds."""
+    return max(_held_by_stages(config, shape))[0]
 
 
-def experts_of_rank(config: RunConfig, shape: Architecture) -> int:
-    """How many of these are parameters of experts."""
+def _held_by_stages(config: RunConfig, shape: Architecture) -> list[tuple[int, int]]:
+    """Parameters that a rank of each pipeline stage holds, and how many of these are experts'."""
     p = config.trainer.parallel
-    split = p.expert if p.expert > 1 else p.tensor
-    return max(layers_of_stages(config, shape.layers)) * (shape.mlp * shape.experts // split)
+    held, experts, first = [], [], 0
+    for count in layers_of_stages(config, shape.layers):
+        layers = range(first, min(first + count, shape.layers))
+        parts = [(part, _share(config, part, size)) for at in layers for part, size in shape.counted(at)]
+        held.append(sum(size for _, size in parts))
+        experts.append(sum(size for part, size in parts if part.of_experts))
+        first += count
+    # an output layer that is tied is on the last stage too
+    held[0] += -(-shape.embedding // p.tensor)
+    held[-1] += shape.hidden + (0 if shape.tied and p.pipeline == 1 else -(-shape.embedding // p.tensor))
+    return list(zip(held, experts, strict=True))
+
+
+def _share(config: RunConfig, part: ModelPart, size: int) -> int:
+    """What a rank holds of a part with so many parameters."""
+    p = config.trainer.parallel
+    if part.of_experts and p.expert > 1:
+        return -(-size // p.expert)
+    return size if part.split is None else -(-size // p.tensor)
 
 
 def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     """Memory of the fullest rank, by part."""
     t = config.trainer
-    held = parameters_of_rank(config, shape)
+    held, experts = max(_held_by_stages(config, shape))
     width = 2 if config.dtype == "bfloat16" else 4
     critic = critic_shape(config, shape)
-    trained = held + (parameters_of_rank(config, critic) if critic else 0)
+    critics, critics_experts = max(_held_by_stages(config, critic)) if critic else (0, 0)
+    trained, experts = held + critics, experts + critics_experts
     shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
     states = 2 * FP32 + (FP32 if width == 2 else 0)
-    experts = experts_of_rank(config, shape) + (experts_of_rank(config, critic) if critic else 0)
     parts = [
         MemoryPart(f"weights, {config.dtype}", trained * width),
         MemoryPart("gradients, fp32", trained * FP32),
@@ -138,10 +145,11 @@ def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
     layers, tokens = max(layers_of_stages(config, shape.layers)), config.trainer.max_pack_tokens
     # the first stage holds a pack for each stage
     in_flight = p.pipeline
-    times, ffn = (shape.experts_used, shape.expert_ffn) if shape.experts else (1, shape.ffn)
+    times, ffn = shape.experts_used, shape.expert_ffn
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     streams = 4 * shape.hidden  # two residual sums and their norms
-    gated = times * ffn + shape.shared_ffn
+    dense = shape.ffn if len(shape.expert_layers) < shape.layers else 0
+    gated = max(dense, times * ffn + shape.shared_ffn)
     inner = 2 * heads + shape.heads * shape.head_dim + 3 * gated  # as projected and as attended; gated
     if shape.experts:
         inner += times * (ffn + 2 * shape.hidden)  # weighted; moved to the experts and back

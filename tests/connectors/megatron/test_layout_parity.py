@@ -65,6 +65,11 @@ EXPERTS = {
         recompute="full",
     ),
 }
+# models of a family that differ from its tiny one
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe, first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2}),
+}
 TABLE = [
     *(("qwen3", layout, case) for layout in LAYOUTS if layout != "ep2" for case in ANY_MODEL),
     *(("qwen3_moe", "ep2", case) for case in ANY_MODEL),
@@ -76,6 +81,7 @@ TABLE = [
         for layout in LAYOUTS
         if family.name != "qwen3" and (layout != "ep2" or family.has("router.weight"))
     ),
+    *((variant, layout, "all of it") for variant in VARIANTS for layout in LAYOUTS),
 ]
 TABLE = list(dict.fromkeys(TABLE))
 
@@ -149,6 +155,11 @@ def rows_of(step: int, case: Case) -> list[dict[str, Any]]:
     return rows
 
 
+def folder_of(model: Callable[..., Path], kind: str) -> Path:
+    family, changes = VARIANTS.get(kind, (kind, {}))
+    return model(family, **changes)
+
+
 Expected = Callable[[str, str], tuple[list[dict[str, float]], dict[str, Tensor]]]
 
 
@@ -160,9 +171,9 @@ def expected(model: Callable[..., Path]) -> Expected:
     def train(kind: str, name: str) -> Any:
         if (kind, name) not in made:
             case = {**ANY_MODEL, **EXPERTS}[name]
-            plain = PlainCase(model(kind), case)
+            plain = PlainCase(folder_of(model, kind), case)
             steps = [plain.train(rows_of(step, case)) for step in range(1, STEPS + 1)]
-            plain.model.save_pretrained(folder := model(kind).parent / f"after-{kind}-{len(made)}")
+            plain.model.save_pretrained(folder := folder_of(model, kind).parent / f"after-{kind}-{len(made)}")
             made[kind, name] = (steps, load_file(folder / "model.safetensors"))
         return made[kind, name]
 
@@ -174,6 +185,7 @@ ALWAYS = {  # each layout and each case once
     *(("qwen3_moe", layout, "all of it") for layout in LAYOUTS),
     *((kind, "tp2", case) for kind in ("qwen3", "qwen3_moe") for case in (*ANY_MODEL, *EXPERTS)),
     ("qwen2_moe", "tp2", "all of it"),
+    ("qwen3_moe, first layer dense", "pp2", "all of it"),
 }
 
 
@@ -192,7 +204,7 @@ def test_steps_and_weights_are_those_of_plain_hugging_face(
 ) -> None:
     case = {**ANY_MODEL, **EXPERTS}[name]
     config = configuration(
-        model(kind),
+        folder_of(model, kind),
         2,
         parallel=LAYOUTS[layout],
         optimizer={"lr": LR, "weight_decay": case.weight_decay},
@@ -206,7 +218,7 @@ def test_steps_and_weights_are_those_of_plain_hugging_face(
         found = [group.train([step], url)[0] for step, url in enumerate(urls, start=1)]
         group.call("export", str(tmp_path / "export"), STEPS)
     steps, weights = expected(kind, name)
-    arch = architecture(read_hf_config(str(model(kind))))
+    arch = architecture(read_hf_config(str(folder_of(model, kind))))
     for ours, plain in zip(found, steps, strict=True):
         assert {key: ours[key] for key in plain} == pytest.approx(plain, rel=3e-5, abs=2e-6)
     exported = {

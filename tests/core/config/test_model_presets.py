@@ -18,7 +18,6 @@ from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.presets import PRESETS
 from millrace.core.families.registry import family_of
-from millrace.core.families.tensors import parameter_count
 from millrace.flows.preflight.check_model import ReadModel, check_model
 from tests.core.config.test_form import SCHEMA, submitted
 
@@ -79,7 +78,7 @@ def config(given: dict[str, Any]) -> RunConfig:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_parameters_of_the_published_model(name: str, tmp_path: Path) -> None:
     read = read_hf_config(folder_of(tmp_path, dict(PRESETS[name].config)))
-    assert parameter_count(architecture(read)) == PUBLISHED[name]
+    assert architecture(read).parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", WAITING)

@@ -15,7 +15,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
@@ -28,10 +31,11 @@ from millrace.connectors.trainers.megatron.model.layers import (
     PackedSelfAttention,
 )
 from millrace.connectors.trainers.megatron.model.router_losses import LossRouter, RouterLosses
+from millrace.connectors.trainers.megatron.model.sigmoid_router import SigmoidRouter
 from millrace.connectors.trainers.megatron.model.transformer_config import transformer_config
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options.transformer import moe_losses
-from millrace.core.families.architecture import architecture
+from millrace.core.families.architecture import Architecture, architecture
 
 
 class PolicyModel(GPTModel):
@@ -87,8 +91,41 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     tc, arch = transformer_config(config, hf), architecture(hf)
     options = moe_losses(config.trainer.megatron)
     losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
+    router = partial(LossRouter, losses) if losses else partial(SigmoidRouter, arch) if arch.routing else None
+    first = get_transformer_layer_offset(tc)
+    mixtures = [layer in arch.expert_layers for layer in range(first, first + get_num_layers_to_build(tc))]
+    specs = {mixture: _layer_spec(tc, arch, mixture, router) for mixture in set(mixtures)}
+    model = kind(
+        config=tc,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[specs[mixture] for mixture in mixtures], layer_norm=Norm
+        ),
+        vocab_size=padded_vocab(arch.vocab, tc.tensor_model_parallel_size),
+        max_sequence_length=arch.positions,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        parallel_output=True,
+    )
+    # always computed on the CPU, since powers on a GPU may differ in the last bits
+    frequencies = RotaryEmbedding(
+        arch.rotary, 1.0, rotary_base=arch.rope_theta, use_cpu_initialization=True
+    ).inv_freq
+    if scaling := arch.rope_scaling:
+        frequencies, model.table_factor = scaling.scaled(frequencies, arch.rope_theta), scaling.table_factor
+    model.rotary_pos_emb.inv_freq = frequencies
+    # one angle a pair: `fused.rotate` knows which dimensions make one
+    model.rotary_pos_emb.rotary_interleaved = False
+    model.router_losses = losses
+    return model
+
+
+def _layer_spec(tc: TransformerConfig, arch: Architecture, mixture: bool, router: Any) -> ModuleSpec:
+    """The specification of a layer. mixture: whether it has experts; router: theirs, None for megatron's."""
     spec = get_gpt_layer_local_spec(
-        num_experts=tc.num_moe_experts,
+        num_experts=tc.num_moe_experts if mixture else None,
         moe_grouped_gemm=False,
         qk_layernorm=tc.qk_layernorm,
         normalization="RMSNorm",
@@ -97,38 +134,15 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     layer = spec.submodules
     layer.self_attention.module = PackedSelfAttention
     feed_forward = submodules_of(layer.mlp)
-    experts_or_dense = submodules_of(feed_forward.experts) if tc.num_moe_experts else feed_forward
+    experts_or_dense = submodules_of(feed_forward.experts) if mixture else feed_forward
     experts_or_dense.activation_func = GatedSilu
-    if tc.moe_shared_expert_intermediate_size:
+    if mixture and tc.moe_shared_expert_intermediate_size:
         submodules_of(feed_forward.shared_experts).activation_func = GatedSilu
-    if losses is not None:
-        feed_forward.router = partial(LossRouter, losses)
+    if mixture and router is not None:
+        feed_forward.router = router
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     if tc.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    layers = get_num_layers_to_build(tc)
-    model = kind(
-        config=tc,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
-        vocab_size=padded_vocab(hf["vocab_size"], tc.tensor_model_parallel_size),
-        max_sequence_length=hf["max_position_embeddings"],
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=hf["rope_theta"],
-        parallel_output=True,
-    )
-    # always computed on the CPU, since powers on a GPU may differ in the last bits
-    frequencies = RotaryEmbedding(
-        arch.rotary, 1.0, rotary_base=hf["rope_theta"], use_cpu_initialization=True
-    ).inv_freq
-    if scaling := arch.rope_scaling:
-        frequencies, model.table_factor = scaling.scaled(frequencies, hf["rope_theta"]), scaling.table_factor
-    model.rotary_pos_emb.inv_freq = frequencies
-    # one angle a pair: `fused.rotate` knows which dimensions make one
-    model.rotary_pos_emb.rotary_interleaved = False
-    model.router_losses = losses
-    return model
+    return spec

@@ -33,12 +33,12 @@ class RouterLosses:
         seq_aux_loss = the mean over samples of the same sum, for each sample over its tokens
         z_loss = mean_t logsumexp(logits_t)^2
 
-    The step's gradient is the gradient of each coefficient times the sum over layers; metrics are means over layers.
+    The step's gradient is the gradient of each coefficient times the sum over layers; metrics are means over layers with experts.
     """
 
     def __init__(self, options: MoELosses, config: TransformerConfig) -> None:
         self.options = options
-        self.layers = config.num_layers
+        self.layers = sum(config.moe_layer_freq)  # with experts
         self.topk = config.moe_router_topk
         self.groups = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         self.sample_groups = mpu.get_tensor_and_context_parallel_group()

@@ -21,9 +21,9 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
     parallel, arch = config.trainer.parallel, architecture(hf)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "num_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "ffn_hidden_size": arch.ffn,
         "num_attention_heads": arch.heads,
         "num_query_groups": arch.kv_heads,
         "kv_channels": arch.head_dim,
@@ -68,10 +68,11 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
     if arch.experts:
         values |= {
             "num_moe_experts": arch.experts,
-            "moe_router_topk": hf["num_experts_per_tok"],
-            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_layer_freq": [int(layer in arch.expert_layers) for layer in range(arch.layers)],
+            "moe_router_topk": arch.experts_used,
+            "moe_ffn_hidden_size": arch.expert_ffn,
             "moe_shared_expert_intermediate_size": arch.shared_ffn or None,
-            "moe_shared_expert_gate": arch.shared_ffn > 0,
+            "moe_shared_expert_gate": arch.shared_gate,
             "moe_router_pre_softmax": not arch.norm_topk,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,

@@ -36,17 +36,14 @@ class TensorGroup:
 class BucketStream:
     """One pass over the weights. All ranks step through it together; a bucket is valid until the next one.
 
-    `size`: bytes of a bucket; a larger tensor gets a separate, larger bucket. `share`: make a handle with which other
+    The tensors of a bucket have one type. `size`: bytes of a bucket; a larger tensor gets a separate, larger bucket. `share`: make a handle with which other
     processes on this GPU can open the bucket.
     """
 
-    def __init__(
-        self, model: PolicyModel, hf: dict[str, Any], dtype: torch.dtype, size: int, *, share: bool
-    ) -> None:
+    def __init__(self, model: PolicyModel, hf: dict[str, Any], size: int, *, share: bool) -> None:
         self.flat: Tensor | None = None  # the bucket's bytes
         self._model = model
         self._hf = hf
-        self._dtype = dtype
         self._size = size
         self._share = share
         self._device = next(model.parameters()).device
@@ -88,11 +85,10 @@ class BucketStream:
         start = 0
         while pending is not None:
             name, tensor = pending
-            end = start + tensor.numel() * self._dtype.itemsize
-            if entries and end > self._size:
+            end, dtype = start + tensor.nbytes, str(tensor.dtype).removeprefix("torch.")
+            if entries and (end > self._size or dtype != entries[-1].dtype):
                 break
-            self._buffer_of(end)[start:end].view(self._dtype).view(tensor.shape).copy_(tensor)
-            dtype = str(self._dtype).removeprefix("torch.")
+            self._buffer_of(end)[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             entries.append(TensorEntry(name, tuple(tensor.shape), dtype, start, end))
             start, pending = end, next(tensors, None)
         return entries, pending

@@ -28,7 +28,7 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.families.architecture import architecture
 from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.served_files import ALONE, Served, write_side_files
-from millrace.core.families.tensors import INDEX
+from millrace.core.families.tensors import INDEX, kept_tensors
 from millrace.core.plain_text import json_text
 
 
@@ -90,14 +90,19 @@ def upload_hf(
 def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, served: Served) -> None:
     """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs.
 
-    Tensors have the type of the trainer's parameters, like the buckets for engines; config.json names it.
+    Tensors have the type of the trainer's parameters, like the buckets for engines; config.json names it. Tensors that steps
+    never change are copied as the source has them.
     """
-    dtype = model.config.params_dtype
+    arch = architecture(hf)
+    kept = kept_tensors(source, arch)
     tensors = {
-        name: tensor.to("cpu", dtype).clone().contiguous()
+        name: tensor.to("cpu").clone().contiguous()
         for name, tensor in hf_tensors(model, hf)
-        if writes(".mlp.experts." in name)
+        if writes(".mlp.experts." in name) and name not in kept
     }
+    if kept and dist.get_rank() == 0:
+        checkpoint = FolderTensors(source, arch)
+        tensors |= {name: checkpoint[name] for name in kept}
     file = f"model-{dist.get_rank():05d}.safetensors"
     if tensors:
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -106,7 +111,7 @@ def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, se
     if dist.get_rank() == 0:
         _finish(folder, files_of_ranks)
         write_side_files(folder, source, served)
-        _name_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
+        _name_dtype(folder / "config.json", str(model.config.params_dtype).removeprefix("torch."))
 
 
 def _finish(folder: Path, files_of_ranks: list[Any]) -> None:

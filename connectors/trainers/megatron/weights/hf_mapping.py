@@ -29,7 +29,7 @@ class Mapping:
     @property
     def expert(self) -> bool:
         """Whether it is a parameter of an expert."""
-        return "{expert}" in self.part.parameter
+        return self.part.of_experts
 
     @property
     def vocabulary(self) -> bool:

@@ -21,7 +21,7 @@ from millrace.core.families.architecture import architecture
 def mapped_parameters(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
     """This rank's parameters with their Hugging Face tensors, in a fixed order."""
     layer_offset = _layer_offset(model)
-    experts = hf.get("num_experts", 0) // mpu.get_expert_model_parallel_world_size()
+    experts = architecture(hf).experts // mpu.get_expert_model_parallel_world_size()
     expert_offset = experts * mpu.get_expert_model_parallel_rank()
     tied = hf["tie_word_embeddings"]
     for name, parameter in model.named_parameters():
@@ -84,9 +84,9 @@ def writes(experts: bool) -> bool:
 def _each_tensor_once(
     model: PolicyModel, hf: dict[str, Any], experts: bool | None
 ) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
-    """This rank's parameters, such that each Hugging Face tensor occurs once."""
+    """This rank's parameters, such that each Hugging Face tensor occurs once. Those of another type are the last."""
     seen: set[str] = set()
-    for parameter, mapping in mapped_parameters(model, hf):
+    for parameter, mapping in sorted(mapped_parameters(model, hf), key=lambda each: not each[1].part.trained):
         if mapping.names[0] in seen or _is_embedding_copy(model, parameter):
             continue
         seen.update(mapping.names)

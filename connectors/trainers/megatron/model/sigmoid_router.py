@@ -1,0 +1,41 @@
+"""megatron's router with the scores of sigmoids, as `core.families.routing` defines them.
+
+megatron's own takes other groups than Hugging Face and SGLang, and always normalises weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from millrace.core.families.architecture import Architecture
+
+
+class SigmoidRouter(TopKRouter):
+    """A router whose bias is read from the checkpoint and never changes."""
+
+    def __init__(
+        self, arch: Architecture, *, config: TransformerConfig, pg_collection: Any, **more: Any
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **more)
+        assert arch.routing is not None
+        self.scores, self.normalised = arch.routing, arch.norm_topk
+        bias = torch.full((arch.experts,), torch.nan, device=self.weight.device)
+        self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+
+    def keep_bias_exact(self) -> None:
+        """Undo a cast of the model for the bias, which must not be loaded yet."""
+        self.expert_bias.data = self.expert_bias.data.float()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and the map of tokens to experts, both [T, E], from logits [T, 1, E]."""
+        assert padding_mask is None, "a pack's padding is routed like its tokens"
+        flat = logits.view(-1, logits.shape[-1])
+        chosen = self.scores.chosen(flat, self.expert_bias, self.topk)
+        weights = self.scores.weights(flat, chosen, normalised=self.normalised)
+        empty = torch.zeros_like(flat)
+        return empty.scatter(1, chosen, weights), empty.bool().scatter(1, chosen, True)
