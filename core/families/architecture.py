@@ -36,6 +36,7 @@ class Architecture:
     rotary: int  # dimensions of a head that rotate
     interleaved: bool  # whether neighbouring dimensions rotate together
     rope_scaling: RotaryScaling | None
+    windows: tuple[int, ...]  # by layer, to how many keys a token attends, with itself; 0: to all before it
     experts: int  # of a layer that has any; 0: no layer has
     expert_layers: tuple[int, ...]  # numbers of the layers that have experts; the others have a dense MLP
     expert_ffn: int
@@ -108,7 +109,10 @@ class Architecture:
 
     def flops(self, tokens: int) -> int:
         """Operations of a forward pass over one sequence: products with weights, and causal attention, which is quadratic."""
-        scores = self.layers * self.heads * self.head_dim * tokens**2
+        pairs = sum(
+            tokens**2 - max(0, tokens - window) ** 2 if window else tokens**2 for window in self.windows
+        )
+        scores = self.heads * self.head_dim * pairs
         return 2 * (tokens * self.products + scores)
 
     def kv_bytes(self, bytes_each: int) -> int:
@@ -135,6 +139,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         rope_theta=hf["rope_theta"],
         rotary=int(hf["head_dim"] * hf.get("partial_rotary_factor", 1.0)),
         interleaved=family.interleaved,
+        windows=tuple(hf.get("windows") or [0] * hf["num_hidden_layers"]),
         rope_scaling=_scaling(hf.get("rope_scaling")),
         experts=experts if mixtures else 0,
         expert_layers=mixtures,

@@ -15,6 +15,7 @@ from millrace.core.families.family import REFUSED, Family, Honoured
 from millrace.core.families.registry import family_named, family_of, known_names
 from millrace.core.families.rotary import ROTARY, rotary
 from millrace.core.families.routing import BEST
+from millrace.core.families.windows import windows
 from millrace.core.plain_text import json_text
 
 WHOLE = "take a whole checkpoint"
@@ -96,6 +97,8 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, rule in family.keys.items():
         values[key] = _value(renamed, key, rule, values, where, refuse)
     values |= rotary(renamed, refuse, family.rotary_part)
+    if family.windows:
+        values["windows"] = windows(renamed, family.windows, values["num_hidden_layers"], refuse)
     _check_sizes(values, refuse)
     return values
 
@@ -103,13 +106,13 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def undeclared_keys(config: Mapping[str, Any]) -> list[str]:
     """Keys of a config.json that its family does not have, and that change nothing."""
     family = family_named(config["model_type"])
-    known = {*family.keys, *family.bound, *family.harmless, *ROTARY, *ALIASES}
+    known = {*family.declared, *ROTARY, *ALIASES}
     return sorted(key for key, value in config.items() if key not in known and value is not None)
 
 
 def _check_bound(config: Mapping[str, Any], family: Family, refuse: Any) -> None:
     """Refuse the first key whose value, or whose default if it is missing, means another model."""
-    known = {*family.keys, *family.harmless, *ROTARY}
+    known = {*family.declared, *ROTARY}
     for key, value in config.items():
         rule = family.bound.get(key)
         if rule is None:

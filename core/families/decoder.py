@@ -66,6 +66,11 @@ def _layer_numbers(value: list[Any]) -> bool:
     return all(isinstance(one, int) and not isinstance(one, bool) for one in value)
 
 
+def bound_but(*keys: str) -> dict[str, Bound]:
+    """BOUND without keys that a family reads."""
+    return {key: rule for key, rule in BOUND.items() if key not in keys}
+
+
 # of Qwen's mixtures of experts
 EXPERT_SIZES = {
     "num_key_value_heads": Honoured(int),

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from millrace.core.families.windows import Windows
+
 # without this key the model is unclear: upstream's default differs between families
 REFUSED: Final = object()
 
@@ -84,7 +86,7 @@ class Family:
     meaning here; `architectures` is among them by itself. `harmless`: keys of which no value changes a log-probability. The three have every key that the class declares. `layer`: parts of
     layers; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
     `rotary_part`: partial_rotary_factor if the key is missing; None: only whole heads rotate. `interleaved`: whether neighbouring
-    dimensions rotate together, instead of those half a head apart.
+    dimensions rotate together, instead of those half a head apart. `windows`: None: attention is full in every layer.
     """
 
     name: str
@@ -98,6 +100,13 @@ class Family:
     after: tuple[ModelPart, ...]
     rotary_part: float | None = None
     interleaved: bool = False
+    windows: Windows | None = None
+
+    @property
+    def declared(self) -> frozenset[str]:
+        """All keys of config.json that the family has a meaning for, those of rotary embeddings left out."""
+        window_keys = self.windows.keys if self.windows else ()
+        return frozenset({*self.keys, *self.bound, *self.harmless, *window_keys})
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:

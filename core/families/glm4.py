@@ -21,7 +21,7 @@ GLM4 = Family(
         "head_dim": Honoured(int, absent=128),
         "attention_bias": Honoured(bool, absent=True),
     },
-    bound={key: rule for key, rule in decoder.BOUND.items() if key != "attention_bias"},
+    bound=decoder.bound_but("attention_bias"),
     harmless=decoder.HARMLESS,
     before=decoder.BEFORE,
     layer=(

@@ -1,11 +1,10 @@
-"""Mistral: Llama's decoder under keys of its own. A window is refused: attention here is full."""
+"""Mistral: Llama's decoder under keys of its own, with a window of attention in every layer unless the checkpoint has none."""
 
 from __future__ import annotations
 
 from millrace.core.families import decoder
-from millrace.core.families.family import Bound, Family, Honoured
-
-WHOLE_WINDOW = "take a checkpoint without a sliding window, such as Mistral-7B-v0.3"
+from millrace.core.families.family import Family, Honoured
+from millrace.core.families.windows import EVERY_LAYER
 
 MISTRAL = Family(
     name="mistral",
@@ -16,12 +15,10 @@ MISTRAL = Family(
         "num_key_value_heads": Honoured(int, absent=8, null=decoder.same_as_heads),
         "head_dim": Honoured(int, absent=decoder.hidden_over_heads, null=decoder.hidden_over_heads),
     },
-    bound={
-        **decoder.BOUND,
-        "sliding_window": Bound((None,), remedy=WHOLE_WINDOW, default=4096),
-    },
+    bound=decoder.BOUND,
     harmless=decoder.HARMLESS,
     before=decoder.BEFORE,
     layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.DENSE),
     after=decoder.AFTER,
+    windows=EVERY_LAYER,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
+from millrace.core.families.windows import LAST_LAYERS
 
 QWEN2 = Family(
     name="qwen2",
@@ -14,9 +15,10 @@ QWEN2 = Family(
         "num_key_value_heads": Honoured(int, null=decoder.same_as_heads),
         "head_dim": Honoured(int, absent=decoder.hidden_over_heads),
     },
-    bound=decoder.BOUND,
-    harmless=decoder.HARMLESS | decoder.NO_WINDOW,
+    bound=decoder.bound_but(*LAST_LAYERS.keys),
+    harmless=decoder.HARMLESS,
     before=decoder.BEFORE,
     layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QKV_BIAS, *decoder.DENSE),
     after=decoder.AFTER,
+    windows=LAST_LAYERS,
 )

@@ -29,6 +29,7 @@ from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough,
 from millrace.flows.preflight.check_machine import (
     check_disk,
     check_host_memory,
+    check_windows,
     check_machine,
     ray_answers,
     tracking_answers,
@@ -108,6 +109,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
         later += rules.problems(config.with_dtype(found.model.dtype))
     if found.model.shape:
         later += check_host_memory(found.located, found.model.shape)
+        later += check_windows(found.located, found.model.shape)
     hooks = [*referred, *check_hooks(config)]
     if not any(name.startswith("algorithm.teacher") for name in wrong_fields):
         later += check_served_teacher(config, found.model)

@@ -39,6 +39,7 @@ from millrace.core.config.plan.layout import resource_layout
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.architecture import Architecture
+from millrace.core.families.registry import family_named
 
 CONNECT_S = 1.0
 
@@ -218,6 +219,21 @@ def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Proble
     else:
         remedy = "set it to false if the GPUs have room for trainer and engines at once, or give the node more memory"
         yield Problem("placement.offload_trainer", True, reason, remedy)
+
+
+def check_windows(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
+    """A problem if SGLang attends to more keys than the model does: its models of some families have no windows."""
+    how, kind = family_named(shape.family).windows, layout_of(config, visible_gpus()).engine_kind
+    narrowest = min(filter(None, shape.windows), default=0)
+    longest = config.data.max_prompt_tokens + config.rollout.longest_response
+    if how is None or how.in_sglang or kind is not SGLANG or not 0 < narrowest < longest:
+        return
+    yield Problem(
+        "engines.kind",
+        config.engines.kind,
+        f"SGLang's {shape.family} model attends to all keys, this one to a window of {narrowest}",
+        f"bound prompts and answers to {narrowest} tokens together, set it to embedded, or take another model",
+    )
 
 
 def check_disk(config: RunConfig, shape: Architecture) -> Iterator[Problem]:

@@ -351,13 +351,53 @@ def test_the_tensors_have_the_published_number_of_parameters(name: str) -> None:
     assert arch.parameters == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("window", [{}, {"sliding_window": 4096}])
-def test_a_window_of_mistrals_is_refused_also_if_it_is_the_default(window: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "keys", "expected"),
+    [
+        ("Mistral-7B-Instruct-v0.3", {}, [0] * 32),
+        ("Mistral-7B-Instruct-v0.3", {"sliding_window": 4096}, [4096] * 32),
+        ("Qwen2.5-1.5B", {}, [0] * 28),
+        ("Qwen2.5-1.5B", {"use_sliding_window": True, "max_window_layers": 21}, [0] * 21 + [131072] * 7),
+        ("Qwen3-0.6B", {"use_sliding_window": True, "sliding_window": None}, [0] * 28),
+        ("Qwen3-0.6B", {"sliding_window": 0, "max_window_layers": "many"}, [0] * 28),
+        (
+            "Qwen3-0.6B",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["full_attention", "sliding_attention"] * 14,
+            },
+            [0, 9] * 14,
+        ),
+    ],
+)
+def test_windows_by_layer(name: str, keys: dict[str, Any], expected: list[int]) -> None:
+    assert architecture(resolved({**PUBLISHED[name], **keys}, name)).windows == tuple(expected)
+
+
+def test_a_window_of_mistrals_that_is_not_said_is_that_of_the_first_ones() -> None:
     config = {
-        key: value for key, value in PUBLISHED["Mistral-7B-Instruct-v0.3"].items() if "window" not in key
+        key: value for key, value in PUBLISHED["Mistral-7B-Instruct-v0.3"].items() if key != "sliding_window"
     }
-    with pytest.raises(ConfigError, match="sliding_window = 4096: not supported"):
-        resolved({**config, **window}, "test")
+    assert set(architecture(resolved(config, "test")).windows) == {4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("Mistral-7B-Instruct-v0.3", "sliding_window", 0),
+        ("Mistral-7B-Instruct-v0.3", "layer_types", ["sliding_attention"] * 32),
+        ("Qwen3-0.6B", "use_sliding_window", 1),
+        ("Qwen3-0.6B", "layer_types", ["sliding_attention"] * 28),
+        ("Qwen3-0.6B", "layer_types", ["full_attention"]),
+        ("Qwen3-0.6B", "layer_types", ["chunked_attention"] * 28),
+        ("Qwen3-30B-A3B", "use_sliding_window", True),
+        ("Llama-3-8B", "sliding_window", 4096),
+    ],
+)
+def test_windows_that_no_layer_here_has_are_refused(name: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"config.json: {key} = "):
+        resolved({**PUBLISHED[name], key: value}, "test")
 
 
 def shape_of(family: str, tied: bool = False, **more: Any) -> Any:

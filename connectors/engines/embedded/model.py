@@ -168,7 +168,12 @@ class Decoder:
             q, k, v = (x.view(batch, length, -1, self.shape.head_dim).transpose(1, 2) for x in (q, k, v))
             q, k = (_rotate(x, cos, sin, self.shape.interleaved) for x in (q, k))
             cached.append((k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            mask, window = None, self.shape.windows[number]
+            if 0 < window < length:
+                mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
             return out.transpose(1, 2).reshape(batch * length, -1)
 
         hidden = self._layers(self.weights.embedding[tokens.reshape(-1)], attend)
@@ -181,7 +186,7 @@ class Decoder:
         assert count % ROWS == 0
         span = min(cache.capacity, rounded_up(int(positions.max()) + 1, SPAN))
         cos, sin = self.cos[positions][:, None, None], self.sin[positions][:, None, None]
-        mask = (torch.arange(span) <= positions[:, None])[:, None, None]
+        distances = (positions[:, None] - torch.arange(span))[:, None, None]
         slots = torch.arange(count)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -190,6 +195,7 @@ class Decoder:
             keys, values = cache.keys[number], cache.values[number]
             keys[slots, :, positions] = k[:, :, 0]
             values[slots, :, positions] = v[:, :, 0]
+            mask = (distances >= 0) & (distances < (self.shape.windows[number] or span))
             out = _attend_one(q, keys[:count, :, :span], values[:count, :, :span], mask)
             return out.reshape(count, -1)
 

@@ -253,7 +253,7 @@ def keys_of(family: str, written: dict[str, Any]) -> list[str]:
 
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
     here = family_named(family)
-    ours = {*here.keys, *here.bound, *here.harmless, *ROTARY, *ALIASES}
+    ours = {*here.declared, *ROTARY, *ALIASES}
     return sorted(fields | set(written) | ours | set(OF_OTHERS) | READ_UNDECLARED)
 
 
@@ -264,7 +264,7 @@ def test_every_key_that_the_familys_class_declares_is_in_a_table(family: str) ->
 
     declared = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
     here = family_named(family)
-    assert not declared - {*here.keys, *here.bound, *here.harmless, *ROTARY}
+    assert not declared - {*here.declared, *ROTARY}
 
 
 def test_keys_of_nobody_pass_and_are_named(model: Callable[..., Path]) -> None:
@@ -367,6 +367,28 @@ def test_policy_critic_and_teacher_read_their_folders_whole(
                 group.run(load, whose, str(folder))
             assert str(refusal.value).startswith(f"ConfigError: {field} = {folder}: ")
             assert words in str(refusal.value)
+
+
+USED = {"use_sliding_window": True, "sliding_window": 3}
+WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "every layer": ("mistral", {"sliding_window": 3}),
+    "itself alone": ("mistral", {"sliding_window": 1}),
+    "wider than any text": ("mistral", {"sliding_window": 4096}),
+    "last layers": ("qwen2", {**USED, "max_window_layers": 1, "layer_types": None}),
+    "first layers": ("qwen3", {**USED, "layer_types": ["sliding_attention", "full_attention"]}),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_those_of_hugging_face(
+    model: Callable[..., Path], scorer: Callable[[str, Path], torch.Tensor], name: str
+) -> None:
+    family, keys = WINDOWS[name]
+    folder = model(family)
+    changed = {**json.loads((folder / "config.json").read_text()), **keys}
+    assert compare(changed, folder, HuggingFace(folder), scorer, harmless=False) == "equal"
+    text = json.dumps(changed)
+    torch.testing.assert_close(engines(with_config(folder, text)), scorer(text, folder), atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -69,6 +69,8 @@ EXPERTS = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2}),
+    "windows": ("mistral", {"sliding_window": 3}),
+    "windows, one key head": ("mistral", {"sliding_window": 3, "num_key_value_heads": 1}),
 }
 TABLE = [
     *(("qwen3", layout, case) for layout in LAYOUTS if layout != "ep2" for case in ANY_MODEL),
@@ -81,7 +83,9 @@ TABLE = [
         for layout in LAYOUTS
         if family.name != "qwen3" and (layout != "ep2" or family.has("router.weight"))
     ),
-    *((variant, layout, "all of it") for variant in VARIANTS for layout in LAYOUTS),
+    *((variant, layout, "all of it") for variant in VARIANTS if "moe" in variant for layout in LAYOUTS),
+    *(("windows", layout, "temperature 0.6") for layout in ("tp2", "pp2", "cp2")),
+    ("windows, one key head", "cp2", "temperature 0.6"),
 ]
 TABLE = list(dict.fromkeys(TABLE))
 

@@ -1,7 +1,7 @@
-"""Core attention over a pack of sequences, with grouped heads and context parallelism.
+"""Core attention over a pack of sequences, with grouped heads, windows and context parallelism.
 
 On a CPU: SDPA, with one call for all sequences of a length. On a GPU: cuDNN for long sequences, variable-length flash attention
-for the rest. Under context parallelism, ranks exchange heads for tokens, so that each attends over whole sequences with its
+for the rest, and for windows. Under context parallelism, ranks exchange heads for tokens, so that each attends over whole sequences with its
 share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1). If the heads of keys do not divide evenly, keys and
 values are gathered and queries stay in zigzag order. Knows nothing of projections or rotary positions.
 """
@@ -46,6 +46,7 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale: float | None = kwargs.get("softmax_scale")
+        self.window: int = config.arch.windows[layer_number - 1]
         self.cp_group: Any = kwargs["pg_collection"].cp
         kv_heads = config.num_query_groups // config.tensor_model_parallel_size
         self.by_heads = kv_heads % self.cp_group.size() == 0
@@ -73,19 +74,20 @@ class PackedAttention(torch.nn.Module):
         else:
             key = gather_sequences(key, bounds, self.cp_group)
             value = gather_sequences(value, bounds, self.cp_group)
-            out = _attend_zigzag(query, key, value, self.scale, bounds, size, self.cp_group.rank())
+            rank = self.cp_group.rank()
+            out = _attend_zigzag(query, key, value, self.scale, self.window, bounds, size, rank)
         return out.reshape(out.shape[0], -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackBounds) -> Tensor:
         """Attention within whole sequences: [T, heads, d] -> [T, heads, d]."""
-        if dense_attention.usable(query):
+        if dense_attention.usable(query) and not self.window:
             return dense_attention.attend(
                 query, key, value, params.bounds, self.scale, varlen=short, dense=dense_attention.cudnn
             )
         if has_kernels(query):
             cu, longest = params.cu_seqlens_q, params.max_seqlen_q
-            return varlen(query, key, value, cu, cu, longest, longest, self.scale)
-        return _attend_by_length(query, key, value, params.bounds, self.scale)
+            return varlen(query, key, value, cu, cu, longest, longest, self.scale, self.window)
+        return _attend_by_length(query, key, value, params.bounds, self.scale, self.window)
 
 
 def _attend_zigzag(
@@ -93,19 +95,20 @@ def _attend_zigzag(
     key: Tensor,
     value: Tensor,
     scale: float | None,
+    window: int,
     bounds: tuple[int, ...],
     size: int,
     rank: int,
 ) -> Tensor:
-    """Attention of a rank's two chunks of every sequence to all keys before each chunk's end."""
+    """Attention of a rank's two chunks of every sequence to keys before each chunk's end: all, or those in a window."""
     if not has_kernels(query):
         chunks = [
-            whole(query[a:b], key[s:e], value[s:e], scale)
+            whole(query[a:b], key[s:e], value[s:e], scale, window)
             for (a, b), (s, e) in chunk_spans(bounds, size, rank)
         ]
         return torch.cat(chunks)
     index, cu_q, cu_k, longest_q, longest_k = _varlen_chunks(bounds, size, rank, query.device)
-    return varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, scale)
+    return varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, scale, window)
 
 
 @lru_cache(maxsize=16)
@@ -126,20 +129,19 @@ def _varlen_chunks(
     )
 
 
-def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int = 0) -> Tensor:
     """Attention of a sequence, or of its last queries: [q, heads, d] x [k, kv_heads, d] -> [q, heads, d], causal, ends aligned."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    if query.shape[0] == key.shape[0]:
-        out = _attention(q, k, v, scale)
-    else:
-        offset = key.shape[0] - query.shape[0]
-        mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(offset)
-        out = _attention(q, k, v, scale, mask)
-    return out.squeeze(0).transpose(0, 1)
+    return _attention(q, k, v, scale, window).squeeze(0).transpose(0, 1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
-    """PyTorch's attention [B, heads, q, d], causal unless there is a mask."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:
+    """PyTorch's attention [B, heads, q, d] of the last queries, causal, ends aligned. window: as in Architecture.windows."""
+    queries, keys, mask = q.shape[2], k.shape[2], None
+    if queries != keys or 0 < window < keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        if window:
+            mask = mask.triu(keys - queries - window + 1)
     # on a GPU, PyTorch's grouped heads in a wide type would take memory for every pair of tokens
     if q.is_cuda:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -149,7 +151,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tenso
 
 
 def _attend_by_length(
-    query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float | None, window: int
 ) -> Tensor:
     """Attention of whole sequences, with one call for all sequences of a length, since many short calls would be slow."""
     starts: dict[int, list[int]] = {}
@@ -164,7 +166,7 @@ def _attend_by_length(
         q, k, v = (
             x[done : done + tokens].unflatten(0, (len(at), length)).transpose(1, 2) for x in sorted_qkv
         )
-        out = _attention(q, k, v, scale)
+        out = _attention(q, k, v, scale, window)
         pieces.append(out.transpose(1, 2).flatten(0, 1))
         done += tokens
     return torch.cat(pieces).index_select(0, torch.argsort(order))
@@ -188,13 +190,14 @@ def varlen(
     longest_q: int,
     longest_k: int,
     scale: float | None,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention of concatenated sequences of any lengths. Queries belong to the last keys of a sequence. GPU only."""
     from torch.nn.attention.varlen import varlen_attn
 
     extra: dict[str, Any] = {"enable_gqa": True} if _takes_gqa() else {}
     out: Any = varlen_attn(
-        query, key, value, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=(-1, 0), **extra
+        query, key, value, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=(window - 1, 0), **extra
     )
     attended: Tensor = out
     return attended

@@ -85,7 +85,9 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
     elif config.trainer.recompute == "selective":
         values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer does it
     passed = {name: value for name, value in config.trainer.megatron.items() if name not in MOE_LOSS_FIELDS}
-    return TransformerConfig(**{**values, **passed})
+    made = TransformerConfig(**{**values, **passed})
+    made.arch = arch  # type: ignore[attr-defined]  # for the parts of layers that are not megatron's
+    return made
 
 
 def _unset(weight: Tensor) -> Tensor:

@@ -1,0 +1,45 @@
+"""A model with windows is refused where SGLang would attend to all keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millrace.core.config import RunConfig
+from millrace.core.families.architecture import Architecture, architecture
+from millrace.core.families.config_file import resolved
+from millrace.flows.preflight.check_machine import check_windows
+from tests.core.test_model_folder import PUBLISHED
+from tests.support.wrong_configs import GOOD
+
+
+def shape(window: int | None) -> Architecture:
+    return architecture(resolved({**PUBLISHED["Mistral-7B-Instruct-v0.3"], "sliding_window": window}, "test"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "refused"),
+    [
+        ("sglang", None, False),
+        ("sglang", 47, True),
+        ("sglang", 48, False),  # no prompt with its answer is longer
+        ("embedded", 47, False),
+    ],
+)
+def test_a_window_that_texts_exceed_needs_an_engine_with_windows(
+    kind: str, window: int | None, refused: bool
+) -> None:
+    engines: dict[str, Any] = {"kind": kind}
+    config = RunConfig.model_validate({**GOOD, "engines": engines})
+    problems = list(check_windows(config, shape(window)))
+    assert [problem.field for problem in problems] == ["engines.kind"] * refused
+
+
+def test_a_window_bounds_the_products_of_attention() -> None:
+    full, narrow = shape(None), shape(100)
+    assert narrow.flops(100) == full.flops(100)
+    steps = [narrow.flops(tokens + 1) - narrow.flops(tokens) for tokens in (100, 1000)]
+    assert steps[0] == steps[1] < full.flops(1001) - full.flops(1000)
+    assert replace(narrow, windows=(100, *full.windows[1:])).flops(1000) > narrow.flops(1000)
