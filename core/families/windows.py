@@ -38,16 +38,16 @@ LAST_LAYERS = Windows(
 
 def windows(config: Mapping[str, Any], how: Windows, layers: int, refuse: Refuse) -> list[int]:
     """By layer, to how many keys a token attends, itself among them; 0: to all before it."""
-    width = config.get("sliding_window", how.default)
-    if "use_sliding_window" in how.keys and not _flag(config, refuse):
-        width = None
-    if width is not None and not _whole(width, 1):
+    width: Any = config.get("sliding_window", how.default)
+    used = "use_sliding_window" not in how.keys or _flag(config, refuse)
+    if width is not None and not (_whole(width) and (width > 0 or not used)):
         refuse("sliding_window", width, "a number of keys, at least 1, is wanted")
+    width = width if used else None
     types = config.get("layer_types") if "layer_types" in how.keys else None
+    first = config.get("max_window_layers", DEFAULT_FIRST)
+    if "max_window_layers" in how.keys and not _whole(first):
+        refuse("max_window_layers", first, "a number of layers is wanted")
     if types is None:
-        first = config.get("max_window_layers", DEFAULT_FIRST)
-        if width is not None and "max_window_layers" in how.keys and not _whole(first, 0):
-            refuse("max_window_layers", first, "a number of layers is wanted")
         slides: Sequence[bool] = [width is not None and how.layers(layer, first) for layer in range(layers)]
     else:
         if not isinstance(types, list) or len(types) != layers or not {FULL, SLIDING}.issuperset(types):
@@ -65,5 +65,5 @@ def _flag(config: Mapping[str, Any], refuse: Refuse) -> bool:
     return used
 
 
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -29,8 +29,8 @@ from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough,
 from millrace.flows.preflight.check_machine import (
     check_disk,
     check_host_memory,
-    check_windows,
     check_machine,
+    check_windows,
     ray_answers,
     tracking_answers,
 )

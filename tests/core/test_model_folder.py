@@ -359,7 +359,7 @@ def test_the_tensors_have_the_published_number_of_parameters(name: str) -> None:
         ("Qwen2.5-1.5B", {}, [0] * 28),
         ("Qwen2.5-1.5B", {"use_sliding_window": True, "max_window_layers": 21}, [0] * 21 + [131072] * 7),
         ("Qwen3-0.6B", {"use_sliding_window": True, "sliding_window": None}, [0] * 28),
-        ("Qwen3-0.6B", {"sliding_window": 0, "max_window_layers": "many"}, [0] * 28),
+        ("Qwen3-0.6B", {"sliding_window": 0, "max_window_layers": 0}, [0] * 28),
         (
             "Qwen3-0.6B",
             {
@@ -388,6 +388,8 @@ def test_a_window_of_mistrals_that_is_not_said_is_that_of_the_first_ones() -> No
         ("Mistral-7B-Instruct-v0.3", "sliding_window", 0),
         ("Mistral-7B-Instruct-v0.3", "layer_types", ["sliding_attention"] * 32),
         ("Qwen3-0.6B", "use_sliding_window", 1),
+        ("Qwen3-0.6B", "sliding_window", "all"),
+        ("Qwen3-0.6B", "max_window_layers", None),
         ("Qwen3-0.6B", "layer_types", ["sliding_attention"] * 28),
         ("Qwen3-0.6B", "layer_types", ["full_attention"]),
         ("Qwen3-0.6B", "layer_types", ["chunked_attention"] * 28),

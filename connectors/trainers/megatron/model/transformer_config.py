@@ -86,7 +86,8 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer does it
     passed = {name: value for name, value in config.trainer.megatron.items() if name not in MOE_LOSS_FIELDS}
     made = TransformerConfig(**{**values, **passed})
-    made.arch = arch  # type: ignore[attr-defined]  # for the parts of layers that are not megatron's
+    # for the parts of layers that are not megatron's
+    made.arch = arch
     return made
 
 
