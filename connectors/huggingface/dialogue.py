@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from millrace.connectors.huggingface.response_templates import Template, template_for
-from millrace.connectors.huggingface.suffix import Message, Render, suffix
+from millrace.connectors.huggingface.response_templates import (
+    IDS_OF_NINE,
+    OUTSIDE,
+    Template,
+    family_for,
+    template_for,
+)
+from millrace.connectors.huggingface.suffix import MARK, THOUGHT, Message, Render, suffix
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.huggingface.trained_turns import pieces
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
@@ -21,6 +27,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.families.chat_templates import TemplateRefusedError
 from millrace.core.sessions.interface import ToolCall, Turn
 
+SHOWN_OUTSIDE = 60  # characters
 SHOWN = 400  # tokens of the prompt's end, in which the parser sees what the template has already opened
 
 
@@ -51,6 +58,7 @@ class Dialogues:
     def __init__(self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
+        self._family = family_for(tokenizer.tokenizer.chat_template)
         self._template: Template | None = getattr(tokenizer.tokenizer, "response_template", None) or (
             template_for(tokenizer.tokenizer.chat_template)
         )
@@ -68,16 +76,23 @@ class Dialogues:
         return self._encode(self._renderer(options)(messages, True))
 
     def following(
-        self, messages: Sequence[Message], ids: Sequence[int], chat: bool, options: ChatOptions = PLAIN
+        self,
+        messages: Sequence[Message],
+        ids: Sequence[int],
+        chat: bool,
+        options: ChatOptions = PLAIN,
+        calls: Sequence[ToolCall] = (),
     ) -> list[int]:
-        """Token ids of new messages, to append to a dialogue `ids` that ends with a turn.
+        """Token ids of new messages, to append to a dialogue `ids` that ends with a turn. calls: of that turn.
 
         If the turn lacks the template's end of a turn, the ids start with it. Raises ValueError if the template refuses the messages.
         """
         if not chat:
             return self._encode(_joined(messages))
-        end, text = suffix(self._renderer(options), messages, self._ends)
-        ended = bool(end) and ids[-1] == self._tokenizer.tokenizer.convert_tokens_to_ids(end)
+        end, text = suffix(self._renderer(options), _answering(messages, calls), self._ends)
+        # gpt-oss ends its last message with the end of sequence, and others in the history with another token
+        ends = (end, self._tokenizer.tokenizer.eos_token)
+        ended = bool(end) and ids[-1] in self._tokenizer.tokenizer.convert_tokens_to_ids(ends)
         return self._encode(text if ended else end + text)
 
     def trained(
@@ -122,7 +137,9 @@ class Dialogues:
             found = parse_response(
                 text, self._template, prefix=shown, tools=[*self._tools, *map(dict, options.tools)]
             )
-            calls = [_call(item) for item in found.get("tool_calls") or []]
+            if found.get(OUTSIDE):
+                raise ValueError(f"text outside of a channel: {found[OUTSIDE][:SHOWN_OUTSIDE]!r}")
+            calls = [self._call(item, at) for at, item in enumerate(found.get("tool_calls") or [])]
         except (ValueError, KeyError, TypeError) as error:
             return ParsedTurn(self._without_end(text), "", [], str(error).partition("\n")[0])
         return ParsedTurn(found.get("content") or "", found.get("reasoning_content") or "", calls, None)
@@ -170,6 +187,14 @@ class Dialogues:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode_texts([text])[0]
 
+    def _call(self, item: Mapping[str, Any], at: int) -> ToolCall:
+        function = item.get("function", item)
+        name, arguments = str(function["name"]), function["arguments"]
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"the arguments of {name} are not an object")
+        made = f"call{at:05d}" if self._family in IDS_OF_NINE else ""
+        return ToolCall(name, dict(arguments), str(item.get("id") or made))
+
     def _without_end(self, text: str) -> str:
         for end in self._ends:
             text = text.removesuffix(end)
@@ -187,12 +212,16 @@ def _joined(messages: Sequence[Message]) -> str:
     return "".join(str(message.get("content", "")) for message in messages)
 
 
-def _call(item: Mapping[str, Any]) -> ToolCall:
-    function = item["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"the arguments of {function['name']} are not an object")
-    return ToolCall(str(function["name"]), dict(arguments))
+def _answering(messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
+    """The messages with the name and id of the call that each tool's answer is for, by position, unless it has them."""
+    waiting, found = iter(calls), list[Message]()
+    for message in messages:
+        call = next(waiting, None) if message.get("role") == "tool" else None
+        of_call = {"name": call.name, **({"tool_call_id": call.id} if call.id else {})} if call else {}
+        # an id that a client chose says nothing to the policy
+        kept = {key: value for key, value in message.items() if key != "tool_call_id" or not of_call.get(key)}
+        found.append({**of_call, **kept})
+    return found
 
 
 Follows = Literal["tool", "user"]
@@ -207,12 +236,27 @@ TEXTS = {
 }
 
 
-def dialogues(follows: Follows) -> dict[str, list[Message]]:
-    """Dialogues of two and three turns, by name. `follows`: the role of the messages after each turn."""
+def thinks_in_text(render: Render, follows: Follows) -> bool:
+    """Whether a turn's thinking can only stand in its content: the template writes no reasoning_content, and asks for thinking.
+
+    A prompt that ends with the end of thinking asks for none. Raises the template's ValueError.
+    """
+    asked = _user("question")
+    turn: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": MARK}
+    if follows == "tool":
+        turn["tool_calls"] = _calls(("add", {"a": 2, "b": 2}))
+    if render([asked], True).rstrip().endswith(THOUGHT):
+        return False
+    return MARK not in render([asked, turn], False)
+
+
+def dialogues(follows: Follows, in_text: bool = True) -> dict[str, list[Message]]:
+    """Dialogues of two and three turns, by name. `follows`: the role of the messages after each turn. in_text: thinking too."""
     turns: dict[str, Message] = {f"{name} text": {"content": text} for name, text in TEXTS.items()}
     turns["thinking"] = {"content": "Yes.", "reasoning_content": "Let me see.\nTwo and two."}
     turns["thinking alone"] = {"content": "", "reasoning_content": "Hm."}
-    turns["thinking in the text"] = {"content": "<think>\nHm.\n</think>\n\nYes."}
+    if in_text:
+        turns["thinking in the text"] = {"content": "<think>\nHm.\n</think>\n\nYes."}
     found: dict[str, list[Message]] = {}
     for name, turn in turns.items():
         answer = turn["content"] or "and?"

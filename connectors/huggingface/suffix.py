@@ -15,7 +15,6 @@ Message = Mapping[str, Any]
 MARK = "9f3c-turn"  # placeholder for a turn, which no template writes
 THOUGHT = "</think>"
 ASKED: Message = {"role": "user", "content": "question"}
-CALLED = {"type": "function", "function": {"name": "tool", "arguments": {}}}
 
 
 class Render(Protocol):
@@ -59,12 +58,18 @@ def _after_turn(render: Render, new: Sequence[Message], ends: Sequence[str]) -> 
 
 def _after_call(render: Render, new: Sequence[Message], ends: Sequence[str]) -> str:
     """The same after a turn with a call for each tool's answer: renders with and without the answers, and cuts the common text."""
-    calls = [CALLED] * sum(message.get("role") == "tool" for message in new)
+    calls = [_answered(message) for message in new if message.get("role") == "tool"]
     base = [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}]
     before, text = render(base, False).rstrip("\n"), render([*base, *new], True)
     if not text.startswith(before):
         raise ValueError("what it writes of a call depends on what follows")
     return next((end for end in ends if end and before.endswith(end)), "") + text[len(before) :]
+
+
+def _answered(message: Message) -> Message:
+    """The call that a tool's answer is for, without its arguments."""
+    function = {"name": message.get("name", "tool"), "arguments": {}}
+    return {"type": "function", "id": message.get("tool_call_id", ""), "function": function}
 
 
 @dataclass(frozen=True)

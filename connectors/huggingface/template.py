@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.contracts.rows.prompts import Prompt
-from millrace.core.families.chat_templates import renderer
+from millrace.core.families.chat_templates import renderer, with_arguments_for
 from millrace.core.families.tokenizer_file import load_tokenizer_file
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -103,7 +103,7 @@ class ChatTemplate:
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         variables = {
-            "messages": messages,
+            "messages": with_arguments_for(self.text, messages),
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": for_answer,

@@ -16,12 +16,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import IO, Any
 
 from millrace.core.errors import MillraceError
 from millrace.core.families import template_process
 from millrace.core.families.template_process import LENGTH, LONG, MEMORY, REFUSED, SYNTAX
+from millrace.core.plain_text import json_text
 
 ANSWER_S = 120.0  # a process that is not stopped answers in this time, on a busy host too
 END_S = 10.0  # a process without input ends in this time; then it is killed
@@ -194,6 +195,44 @@ def _renderer_of(process: int) -> TemplateRenderer:
     return TemplateRenderer()
 
 
+def with_arguments_for(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with arguments of calls as the template takes them: objects, or JSON text if it refuses objects."""
+    if not any(message.get("tool_calls") for message in messages) or _takes_objects(template):
+        return list(messages)
+    return [_with_texts(message) if message.get("tool_calls") else message for message in messages]
+
+
+@lru_cache(maxsize=64)
+def _takes_objects(template: str) -> bool:
+    """Whether a template writes calls whose arguments are objects; true as well if it writes none in either form."""
+    function = {"name": "tool", "arguments": {"a": "b"}}
+    call = {"type": "function", "id": "call00000", "function": function}
+    turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    asked = {"role": "user", "content": "question"}
+
+    def takes(said: Mapping[str, Any]) -> bool:
+        variables = {"messages": [asked, said], "tools": None, "add_generation_prompt": False}
+        try:
+            renderer().render(template, variables)
+        except TemplateRefusedError:
+            return False
+        return True
+
+    return takes(turn) or not takes(_with_texts(turn))
+
+
+def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json_text(arguments)
+
+
 def apply_template(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -207,12 +246,13 @@ def apply_template(
     Errors: TemplateRefusedError, TemplateLimitError.
     """
     shown = list(tools) or None
+    template = tokenizer.get_chat_template(tools=shown)
     variables = {
-        "messages": list(messages),
+        "messages": with_arguments_for(template, messages),
         "tools": shown,
         "documents": None,
         "add_generation_prompt": for_answer,
         **tokenizer.special_tokens_map,
         **(template_kwargs or {}),
     }
-    return renderer().render(tokenizer.get_chat_template(tools=shown), variables)
+    return renderer().render(template, variables)

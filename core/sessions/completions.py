@@ -201,7 +201,7 @@ def completion(place: TurnKey, turn: Turn, model: str, created: int) -> dict[str
     if turn.tool_calls:
         message["tool_calls"] = [
             {
-                "id": f"call-{name}-{at}",
+                "id": call.id or f"call-{name}-{at}",
                 "type": "function",
                 "function": {
                     "name": call.name,

@@ -37,6 +37,7 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    id: str = ""  # as the policy wrote it, or as its chat template needs it
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from millrace.connectors.huggingface.dialogue import Follows, dialogues
+from millrace.connectors.huggingface.dialogue import Follows, dialogues, thinks_in_text
 from millrace.connectors.huggingface.response_templates import template_for
 from millrace.connectors.huggingface.suffix import Message, Render, first_difference
 from millrace.connectors.user_code.mcp_tools import server_schemas
@@ -114,8 +114,8 @@ def _leaves_history(
 
     try:
         differences = (
-            first_difference(renderer(variables), dialogues(follows), model.ends)
-            for variables in template_kwargs
+            first_difference(render, dialogues(follows, thinks_in_text(render, follows)), model.ends)
+            for render in map(renderer, template_kwargs)
         )
         found = next((difference for difference in differences if difference), None)
     except ValueError as error:

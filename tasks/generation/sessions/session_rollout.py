@@ -269,7 +269,8 @@ class SessionRollout:
                 continue
             if run and began:
                 ids = [*branch.ids, *added]
-                added += self._dialogues.following(run, ids, self.opening.chat, self.opening.options)
+                calls = said.turns[-1].tool_calls if said.turns and not messages else ()
+                added += self._dialogues.following(run, ids, self.opening.chat, self.opening.options, calls)
             elif run:
                 if not plain:
                     raise ValueError(
@@ -400,7 +401,11 @@ def _said(turn: Turn) -> Message:
         message["reasoning_content"] = turn.thinking
     if turn.tool_calls:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            {
+                "type": "function",
+                **({"id": call.id} if call.id else {}),
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
             for call in turn.tool_calls
         ]
     return message

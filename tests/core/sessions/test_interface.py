@@ -23,7 +23,7 @@ ENVIRONMENT = {
 }
 FIELDS = {
     interface.Task: "prompt label metadata source index evaluation",
-    interface.ToolCall: "name arguments",
+    interface.ToolCall: "name arguments id",
     interface.Turn: "text content output_ids status thinking tool_calls problem prompt_tokens logprobs",
     interface.Observation: "content role",
     interface.Done: "reward parts answer",
