@@ -96,6 +96,7 @@ lint: $(TOOLS)
 
 docs: $(READY)
 	$(VENV)/bin/python -m tests.support.configuration_page
+	$(VENV)/bin/python -m tests.support.models_page
 	$(VENV)/bin/python -m benchmarks.page
 
 lock: $(TOOLS)
