@@ -18,11 +18,16 @@ Sets = list[tuple[float, list[int]]]  # total weights, and indices of samples
 
 
 def plan_packs(
-    lengths: Sequence[int], *, ranks: int, max_tokens: int, cost: Sequence[float] | None = None
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    max_tokens: int,
+    cost: Sequence[float] | None = None,
+    multiple: int = 1,
 ) -> list[Packs]:
     """packs[rank][pack] = indices of samples. `lengths`: tokens of each sample; `cost`: its work, by default its tokens.
 
-    Uses the fewest packs of at most `max_tokens` each, at any cost. No rank has more work than it would have if
+    Uses the fewest packs of at most `max_tokens` each, at any cost, and of each rank a multiple of `multiple`. No rank has more work than it would have if
     packs were dealt by tokens alone. A rank may get empty packs when there are fewer samples than packs. Raises
     ConfigError if a sample alone is longer than a pack.
     """
@@ -33,12 +38,12 @@ def plan_packs(
             where=f"trainer.max_pack_tokens = {max_tokens}",
             remedy="raise it; a branch may lower rollout.sampling.max_new_tokens instead",
         )
-    per_rank = max(1, -(-_fewest(lengths, max_tokens) // ranks))
+    per_rank = multiple * max(1, -(-_fewest(lengths, max_tokens) // (ranks * multiple)))
     while True:
         packs = karmarkar_karp(lengths, per_rank * ranks)
         if _heaviest(packs, lengths) <= max_tokens:
             break
-        per_rank += 1
+        per_rank += multiple
     plans = [_dealt(packs, ranks, lengths)]
     if cost is not None:
         plans.append(_dealt(packs, ranks, cost))

@@ -21,11 +21,26 @@ class Parallel(Section):
 
     tensor: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="Tensor parallel size (tp).")
     pipeline: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="Pipeline parallel size (pp).")
+    virtual: int = Field(
+        1,
+        ge=1,
+        description="Virtual stages (vpp): parts of the model that each rank of a pipeline holds, so that ranks wait less for each other.",
+    )
     context: int = Field(1, ge=1, description="Context parallel size (cp).")
     expert: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="Expert parallel size (ep).")
+    expert_tensor: int | None = Field(
+        None,
+        ge=1,
+        description="Tensor parallel size of experts (etp); when not given 1 with expert parallelism, else as tensor.",
+    )
     sequence: Annotated[bool, FROM_PRESET] = Field(
         False, description="Sequence parallelism (sp) within tensor parallel groups."
     )
+
+    @property
+    def tensor_of_experts(self) -> int:
+        """Tensor parallel size of experts."""
+        return self.expert_tensor or (1 if self.expert > 1 else self.tensor)
 
 
 class Optimizer(Section):

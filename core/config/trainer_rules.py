@@ -56,12 +56,20 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
             f"does not divide by parallel.tensor × pipeline × context = {p.tensor} × {p.pipeline} × {p.context} = {model}",
             f"set it to a multiple of {model}, or lower trainer.parallel",
         )
-    elif world % (p.expert * p.pipeline):
+    elif world % (p.expert * p.tensor_of_experts * p.pipeline):
+        cut = ("expert", "expert_tensor", "pipeline") if p.tensor_of_experts > 1 else ("expert", "pipeline")
         yield Problem(
-            "trainer.parallel.expert",
-            p.expert,
-            f"expert × pipeline = {p.expert * p.pipeline} does not divide trainer.world_size = {world}",
+            "trainer.parallel.expert" if p.expert_tensor is None else "trainer.parallel.expert_tensor",
+            p.expert if p.expert_tensor is None else p.expert_tensor,
+            f"{' × '.join(cut)} = {p.expert * p.tensor_of_experts * p.pipeline} does not divide trainer.world_size = {world}",
             "lower it, or raise trainer.world_size",
+        )
+    if p.virtual > 1 and p.pipeline == 1:
+        yield Problem(
+            "trainer.parallel.virtual",
+            p.virtual,
+            "ranks of a pipeline hold virtual stages, and parallel.pipeline is 1",
+            "set it to 1, or parallel.pipeline to 2 or more",
         )
     if p.sequence and p.tensor == 1:
         yield Problem(

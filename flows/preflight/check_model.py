@@ -21,8 +21,7 @@ from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFold
 from millrace.connectors.teachers.served_teacher import FIELD as TEACHER
 from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.connectors.teachers.teacher_tokenizer import UnprovenError, differing_text
-from millrace.core.config import RunConfig
-from millrace.core.config.megatron_options import stages
+from millrace.core.config import RunConfig, layout_rules
 from millrace.core.config.megatron_options.rules import router_problems
 from millrace.core.config.model_preset import differences
 from millrace.core.config.parts.problems import Problem
@@ -149,40 +148,7 @@ def _folder(field: str, folder: str, whole: bool = True) -> Generator[Problem, N
 
 
 def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iterator[Problem]:
-    p = config.trainer.parallel
-    cut = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
-    if len(shape.expert_layers) < shape.layers:
-        cut["MLP channels"] = shape.ffn
-    if shape.experts and p.expert == 1:
-        cut["channels of an expert"] = shape.expert_ffn
-    if shape.shared_ffn:
-        cut["channels of the shared expert"] = shape.shared_ffn
-    for name, size in cut.items():
-        if size % p.tensor:
-            yield Problem(
-                "trainer.parallel.tensor",
-                p.tensor,
-                f"does not divide the {whose}'s {size} {name}",
-                f"use a divisor of {size}",
-            )
-            break
-    yield from stages.problems(config, shape.layers, whose)
-    if p.expert > 1 and not shape.experts:
-        yield Problem("trainer.parallel.expert", p.expert, f"the {whose} has no experts", "set it to 1")
-    elif shape.experts and shape.experts % p.expert:
-        yield Problem(
-            "trainer.parallel.expert",
-            p.expert,
-            f"does not divide the {whose}'s {shape.experts} experts",
-            f"use a divisor of {shape.experts}",
-        )
-    if shape.experts and p.tensor > 1 and not p.sequence:
-        yield Problem(
-            "trainer.parallel.sequence",
-            False,
-            "experts under tensor parallelism need sequence parallelism",
-            "set it to true",
-        )
+    yield from layout_rules.problems(config, shape, whose)
     yield from _positions(config, shape, whose)
     yield from _token_ids(config, shape, whose)
 

@@ -59,6 +59,13 @@ def test_ranks_without_samples_get_as_many_packs() -> None:
     assert plan_packs([4], ranks=2, max_tokens=8, cost=[9]) == [[[0]], [[]]]
 
 
+@pytest.mark.parametrize("samples", [0, 1, 9, 40])
+def test_each_rank_gets_a_multiple_of_so_many_packs(samples: int) -> None:
+    plan = plan_packs([5] * samples, ranks=3, max_tokens=12, multiple=4)
+    assert {len(packs) % 4 for packs in plan} == {0}
+    assert sorted(i for packs in plan for pack in packs for i in pack) == list(range(samples))
+
+
 def test_a_sample_longer_than_a_pack_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.max_pack_tokens = 8: a sample has 9 tokens"):
         plan_packs([1, 9], ranks=1, max_tokens=8)

@@ -167,7 +167,7 @@ ROWS: dict[str, Row] = {
             "world_size device max_pack_tokens recompute logprob_chunk_tokens store_logprobs threads deterministic "
             "megatron_ddp",
         ),
-        *_under("trainer.parallel", "tensor pipeline context expert sequence"),
+        *_under("trainer.parallel", "tensor pipeline virtual context expert expert_tensor sequence"),
         *_under(
             "engines", "kind host start_timeout_s restarts count gpus prefill sglang threads max_running"
         ),

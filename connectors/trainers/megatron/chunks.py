@@ -69,7 +69,7 @@ class Chunks:
         if number != len(held):
             return len(held)
         passed = self._take(version)
-        with accumulating(self._learner.policy.model):
+        with accumulating(self._learner.policy.models):
             self._pass(passed, rows, oldest, lambda: None)
         passed.hashes.append(digest)
         self._passed = passed
@@ -93,7 +93,7 @@ class Chunks:
             held = []
         passed = self._take(version)
         policy, denominator = self._learner.policy, self._learner.objective.denominator(*counted(every))
-        with accumulating(policy.model):
+        with accumulating(policy.models):
             for rows in chunks[len(held) : -1]:
                 self._pass(passed, rows, oldest, lambda: None)
 

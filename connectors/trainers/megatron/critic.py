@@ -34,7 +34,7 @@ class RankCritic:
             own = read_hf_config(self.config.path, field)
             inner = model_from_hf(config, self.config.path, own, device, CriticModel, field)
         self.trainable = TrainableModel(inner, config, self.config.lr, self.config.schedule)
-        self.passes = ValueForwardBackward(config, self.trainable.model, inner, device)
+        self.passes = ValueForwardBackward(config, self.trainable.models, inner, device)
 
     def values(self, batch: RankBatch) -> Tensor | None:
         """Value of the state before each response token [N], without gradients; None before the last stage."""

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel as tp
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.connectors.trainers.megatron import patches
 from millrace.connectors.trainers.megatron.model.fused import take_rows
 from millrace.connectors.trainers.megatron.model.logprobs import TokenLogprobs, token_logprobs
-from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel
+from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.model.wider import computing_wider
 from millrace.connectors.trainers.megatron.packing import BatchRow, Pack, make_packs
 from millrace.connectors.trainers.megatron.process.distributed import model_context
@@ -37,11 +39,11 @@ Output = TypeVar("Output")  # a head's output for the hidden states of a pack
 
 
 class ForwardBackward:
-    """One model of this rank. megatron calls `model`; `inner` holds the parameters."""
+    """One model of this rank. megatron calls `models`, one a stage; `inner` holds the parameters."""
 
-    def __init__(self, config: RunConfig, model: Any, inner: PolicyModel, device: Any) -> None:
+    def __init__(self, config: RunConfig, models: list[Any], inner: RankModel, device: Any) -> None:
         self.config = config
-        self.model = model
+        self.models = models
         self.inner = inner
         self.device = device
 
@@ -53,10 +55,12 @@ class ForwardBackward:
             values.append(head(pack, hidden).detach())
             return hidden.new_zeros(())
 
-        self.model.eval()
+        for model in self.models:
+            model.eval()
         with torch.no_grad():
             self._run(packs, collect, forward_only=True)
-        self.model.train()
+        for model in self.models:
+            model.train()
         return torch.cat(values) if values else None
 
     def forward_backward(
@@ -132,14 +136,28 @@ class ForwardBackward:
                 # megatron divides gradients by the sum of these counts over all packs: exactly one pack counts 1
                 return total, torch.full((), next(counts), dtype=torch.int, device=self.device), {}
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(packs),
-            model=[self.model],
-            num_microbatches=len(packs),
-            seq_length=max(pack.input_ids.shape[1] for pack in packs),
-            micro_batch_size=1,
-            forward_only=forward_only,
+        with patches.shapes_known(*self._shapes(packs)):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(packs) for _ in self.models] if len(self.models) > 1 else iter(packs),
+                model=self.models,
+                num_microbatches=len(packs),
+                seq_length=max(pack.input_ids.shape[1] for pack in packs),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _shapes(self, packs: Sequence[Pack]) -> tuple[Iterator[list[int]], Iterator[list[int]]]:
+        """Shapes of what this rank's stages receive from other ranks, in order: of hidden states and of their gradients."""
+        c = self.inner.config
+        parts = c.tensor_model_parallel_size if c.sequence_parallel else 1
+        shapes = [[pack.input_ids.shape[1] // parts, 1, c.hidden_size] for pack in packs]
+        passes = get_schedule_table(len(packs), len(self.models), c.microbatch_group_size_per_vp_stage)
+        # the model begins in the first rank's first stage; backward passes go through the stages from the last to the first
+        begins, ends = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+        return (
+            iter([shapes[pack] for pack, stage in passes if not (begins and stage == 0)]),
+            iter([shapes[pack] for pack, stage in passes if not (ends and stage == 0)]),
         )
 
 
@@ -149,14 +167,14 @@ class LogprobForwardBackward(ForwardBackward):
     def __init__(
         self,
         config: RunConfig,
-        model: Any,
-        inner: PolicyModel,
+        models: list[Any],
+        inner: RankModel,
         device: Any,
         *,
         vocab: int,
         temperature: float,
     ) -> None:
-        super().__init__(config, model, inner, device)
+        super().__init__(config, models, inner, device)
         self.vocab = vocab
         self.temperature = temperature
         self._wide: torch.dtype | None = None
@@ -192,7 +210,7 @@ class LogprobForwardBackward(ForwardBackward):
             hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = tp.copy_to_tensor_model_parallel_region(hidden)
-        inner = self.inner
+        inner = self.inner.last
         weight = (
             inner.shared_embedding_or_output_weight()
             if inner.share_embeddings_and_output_weights
@@ -230,7 +248,7 @@ class ValueForwardBackward(ForwardBackward):
         """Values [N] of the whole pack's response tokens, on every context parallel rank."""
         if self.config.trainer.parallel.sequence:
             hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        head = self.inner.value_head
+        head = self.inner.last.value_head
         states = take_rows(hidden.squeeze(1), pack.places).to(head.weight.dtype)
         return self.gather_context_parallel(pack, F.linear(states, head.weight, head.bias)[:, 0].float())
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.forward_backward import LogprobForwardBackward
+from millrace.connectors.trainers.megatron.model.policy_model import RankModel
+from millrace.connectors.trainers.megatron.optim.optimizer import called
 from millrace.connectors.trainers.megatron.packing import BatchRow
 from millrace.connectors.trainers.megatron.rank_batch import RankBatch
 from millrace.connectors.trainers.megatron.trainable_model import model_from_hf
@@ -29,7 +29,7 @@ from millrace.core.families.config_file import read_hf_config
 OF_A_FOLDER = -1  # the version of a reference from another folder
 
 
-def reference_of(config: RunConfig, policy: GPTModel, hf: dict[str, Any]) -> Reference:
+def reference_of(config: RunConfig, policy: RankModel, hf: dict[str, Any]) -> Reference:
     """The configured reference. Loads it through the policy's model, which afterwards holds the weights of model.path again.
 
     Raises ConfigError if the folder's model is not the policy's, or its weights do not fit.
@@ -52,7 +52,7 @@ def reference_of(config: RunConfig, policy: GPTModel, hf: dict[str, Any]) -> Ref
 class Reference:
     """Parameters of the policy's architecture in host memory, swapped into the policy's model for a forward pass."""
 
-    def __init__(self, policy: GPTModel, version: int = 0) -> None:
+    def __init__(self, policy: RankModel, version: int = 0) -> None:
         """Copy the current weights of the policy's model. version: OF_A_FOLDER if they are not the run's."""
         self._policy = policy
         self.version = version  # the weight version of the copy
@@ -82,7 +82,7 @@ class Reference:
 
     def sharded_state(self) -> dict[str, Any]:
         """The policy's sharded state dict, with the reference's weights."""
-        state: dict[str, Any] = self._policy.sharded_state_dict()
+        state = self._policy.sharded_state_dict()
         for name, item in state.items():
             if isinstance(item, ShardedBase) and name in self._weights:
                 item.data = self._weights[name]
@@ -106,10 +106,9 @@ class Teacher:
         hf = read_hf_config(folder, "algorithm.teacher")
         inner = model_from_hf(config, folder, hf, device, field="algorithm.teacher")
         inner.requires_grad_(False)
-        model = Float16Module(inner.config, inner) if inner.config.bf16 else inner
         self._vocab = hf["vocab_size"]
         self._passes = LogprobForwardBackward(
-            config, model, inner, device, vocab=self._vocab, temperature=temperature
+            config, called(inner), inner, device, vocab=self._vocab, temperature=temperature
         )
 
     def check_tokens(self, rows: Sequence[BatchRow]) -> None:

@@ -89,7 +89,7 @@ class Learner:
         self.policy = TrainableModel(inner, config, config.trainer.optimizer.lr)
         temperature = 1.0 if self.objective.supervised else config.rollout.sampling.temperature
         self.passes = LogprobForwardBackward(
-            config, self.policy.model, inner, device, vocab=hf["vocab_size"], temperature=temperature
+            config, self.policy.models, inner, device, vocab=hf["vocab_size"], temperature=temperature
         )
         self.critic = RankCritic(config, hf, device) if self.needs_critic else None
         self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None

@@ -184,7 +184,9 @@ def make_packs(
     ranks = mpu.get_data_parallel_world_size()
     limit = config.trainer.max_pack_tokens * parallel.context
     cost = [architecture.flops(length) for length in lengths]
-    planned = plan_packs(lengths, ranks=ranks, max_tokens=limit, cost=cost)[mpu.get_data_parallel_rank()]
+    # megatron's schedule of virtual stages passes groups of as many packs as there are ranks in a pipeline
+    multiple = parallel.pipeline if parallel.virtual > 1 else 1
+    plans = plan_packs(lengths, ranks=ranks, max_tokens=limit, cost=cost, multiple=multiple)
     return [
         make_pack(
             [rows[i] for i in members],
@@ -195,7 +197,7 @@ def make_packs(
             device=device,
             top_k=config.algorithm.teacher_top_k if with_teacher else 0,
         )
-        for members in planned
+        for members in plans[mpu.get_data_parallel_rank()]
     ]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,44 @@ def _split_sizes_as_arrays(dispatcher: Any, point: str, tokens_per_expert: Any =
     return tokens_per_expert
 
 
+@cache
+def exchange_uneven_parts_on_cpu() -> None:
+    """megatron-core 0.16 to 0.19, tensor_parallel.mappings: ranks that share experts' tensors gather and sum different numbers of tokens.
+
+    gloo takes uneven parts only in an all-to-all, through which each rank here sends its part to every other.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    module: Any = mappings
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_uneven(
+        x: Tensor, group: Any, output_split_sizes: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, output_split_sizes, *more, **options)
+        out = x.new_empty(sum(output_split_sizes), *x.shape[1:])
+        sent = x.repeat(group.size(), *(1,) * (x.dim() - 1))
+        _all_to_all(out, sent, output_split_sizes, [len(x)] * group.size(), group)
+        return out
+
+    def scatter_uneven(
+        x: Tensor, group: Any, input_split_sizes: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(x, group, input_split_sizes, *more, **options)
+        own = input_split_sizes[group.rank()]
+        received = x.new_empty(group.size(), own, *x.shape[1:])
+        _all_to_all(received.flatten(0, 1), x.contiguous(), [own] * group.size(), input_split_sizes, group)
+        return received.sum(0)
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
+def _all_to_all(out: Tensor, sent: Tensor, received: Any, parts: Any, group: Any) -> None:
+    torch.distributed.all_to_all_single(out, sent, list(received), list(parts), group=group)
+
+
 # the model
 
 
@@ -97,6 +136,29 @@ def leave_new_memory_unfilled() -> None:
     """torch.utils.deterministic (PyTorch 2.13): deterministic mode fills new tensors, at the cost of a pass over memory."""
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False
+
+
+@contextlib.contextmanager
+def shapes_known(forward: Iterator[list[int]], backward: Iterator[list[int]]) -> Iterator[None]:
+    """P2PCommunicator (megatron-core 0.16 to 0.19): stages exchange the shape of each tensor before the tensor, and wait for it.
+
+    All ranks of a pipeline have the same packs, so the shapes of what a rank receives are known, in order: of hidden states and of
+    gradients. With virtual stages the exchange is wrong, too: two ranks send both ways at once, and each takes the one shape for
+    the other, or both wait.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    communicator: Any = P2PCommunicator
+    inherited = communicator._communicate_shapes
+
+    def known(_: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
+        return next(forward) if recv_prev else [0, 0, 0], next(backward) if recv_next else [0, 0, 0]
+
+    communicator._communicate_shapes = known
+    try:
+        yield
+    finally:
+        communicator._communicate_shapes = inherited
 
 
 # checkpoints

@@ -11,7 +11,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.nn import Module
 
-from millrace.connectors.trainers.megatron.model.policy_model import CriticModel, PolicyModel, build_model
+from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel, RankModel, build_model
 from millrace.connectors.trainers.megatron.model.sigmoid_router import SigmoidRouter
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.connectors.trainers.megatron.optim.optimizer import make_optimizer, make_schedule, wrap
@@ -34,7 +34,7 @@ def model_from_hf(
     device: Any,
     kind: type = PolicyModel,
     field: str = "model.path",
-) -> Any:
+) -> RankModel:
     """A model with the weights of a Hugging Face folder, in the configured dtype, on the device.
 
     Raises ConfigError, with the `field` that named the folder, if the weights do not fit the model.
@@ -42,8 +42,9 @@ def model_from_hf(
     inner = build_model(config, hf, kind).to(device)
     if config.dtype == "bfloat16":
         inner.bfloat16()
-        for router in filter(lambda part: isinstance(part, SigmoidRouter), inner.modules()):
-            router.keep_bias_exact()
+        for part in inner.modules():
+            if isinstance(part, SigmoidRouter):
+                part.keep_bias_exact()
     load_hf(inner, folder, hf, field)
     return inner
 
@@ -61,13 +62,13 @@ class TrainableModel:
     """A model with its optimizer."""
 
     def __init__(
-        self, inner: PolicyModel | CriticModel, config: RunConfig, lr: float, schedule: Schedule | None = None
+        self, inner: RankModel, config: RunConfig, lr: float, schedule: Schedule | None = None
     ) -> None:
         """schedule: by default trainer.schedule."""
         self.inner = inner
-        self.model = wrap(inner, config)
+        self.models = wrap(inner, config)  # one a stage
         schedule = schedule or config.trainer.schedule
-        self.optimizer = make_optimizer(self.model, config, lr, schedule)
+        self.optimizer = make_optimizer(self.models, config, lr, schedule)
         self.schedule = make_schedule(self.optimizer, config, lr, schedule)
         inner.config.grad_scale_func = self.optimizer.scale_loss
         self._fused = fused_adamw.applies(self.optimizer)
@@ -78,12 +79,14 @@ class TrainableModel:
     def zero_grad(self) -> None:
         """Set gradients to zero, also after a refused step."""
         self._device_norm = None
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def divide_gradient(self, denominator: float) -> None:
         """Divide the gradients, which are summed over ranks, before they are measured."""
-        self.model.scale_gradients(1.0 / denominator)
+        for model in self.models:
+            model.scale_gradients(1.0 / denominator)
 
     def measure_gradient(self) -> None:
         """Launch the gradient norm on the device, if the fused optimizer applies; `gradient_norm` then only reads it."""
@@ -129,7 +132,7 @@ class TrainableModel:
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Sharded state dict of model and optimizer.
 
-        Uses the unwrapped model, since megatron's wrapper adds a prefix on saving and does not remove it on loading.
+        Uses the unwrapped stages, since megatron's wrapper adds a prefix on saving and does not remove it on loading.
         """
         model = self.inner.sharded_state_dict()
         return {

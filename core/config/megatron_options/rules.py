@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from millrace.core.config.megatron_options import stages
+from millrace.core.config import layout_rules
 from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
@@ -31,12 +31,6 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def model_problems(config: RunConfig, architecture: Architecture) -> Iterator[Problem]:
-    """Options of trainer.megatron that do nothing for this model, or do not fit it."""
-    yield from router_problems(config, architecture)
-    yield from stages.problems(config, architecture.layers, "model")
-
-
 def router_problems(config: RunConfig, architecture: Architecture) -> Iterator[Problem]:
     """Options of trainer.megatron for routers that this model does not have."""
     options = config.trainer.megatron
@@ -53,6 +47,7 @@ def router_problems(config: RunConfig, architecture: Architecture) -> Iterator[P
 
 
 def check(config: RunConfig, architecture: Architecture) -> None:
-    """Raise ConfigError for the first option that is refused."""
-    for problem in (*problems(config), *model_problems(config, architecture)):
+    """Raise ConfigError for the first option that is refused, or that does not fit the model."""
+    of_model = (*router_problems(config, architecture), *layout_rules.problems(config, architecture))
+    for problem in (*problems(config), *of_model):
         raise ConfigError(problem.reason, where=problem.field, remedy=problem.remedy)

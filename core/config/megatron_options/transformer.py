@@ -56,6 +56,10 @@ ACCEPTED = {
     ),
     "num_layers_in_first_pipeline_stage": Accepted(_count, "is the first stage's number of layers", need=PIPELINE),
     "num_layers_in_last_pipeline_stage": Accepted(_count, "is the last stage's number of layers", need=PIPELINE),
+    "pipeline_model_parallel_layout": Accepted(
+        str, "is every stage's share of the model: `Et*3|t*4|t*4|tL` has four stages, E the embedding, t a layer, L the output layer",
+        need=PIPELINE,
+    ),
     "account_for_embedding_in_pipeline_split": Accepted(
         bool, "gives the first stage a layer less, for the embedding", need=PIPELINE
     ),
@@ -76,9 +80,10 @@ ACCEPTED = {
 ELSEWHERE = {
     "tensor_model_parallel_size": "trainer.parallel.tensor",
     "pipeline_model_parallel_size": "trainer.parallel.pipeline",
+    "virtual_pipeline_model_parallel_size": "trainer.parallel.virtual",
     "context_parallel_size": "trainer.parallel.context",
     "expert_model_parallel_size": "trainer.parallel.expert",
-    "expert_tensor_parallel_size": "trainer.parallel.expert",
+    "expert_tensor_parallel_size": "trainer.parallel.expert_tensor",
     "sequence_parallel": "trainer.parallel.sequence",
     "recompute_granularity": "trainer.recompute",
     "moe_layer_recompute": "trainer.recompute",
@@ -98,7 +103,6 @@ _ATTENTION = "millrace's attention over packs does not read it"
 _REPEAT = "log-probabilities must be repeatable"
 _PACKS = "packs have different lengths"
 _WEIGHTS = "weights are read from model.path"
-_VIRTUAL = "a rank holds one pipeline stage"
 _INFERENCE = "engines generate, not the trainer"
 
 REFUSED = by_reason(
@@ -167,12 +171,13 @@ REFUSED = by_reason(
             embedding_init_method_std init_model_with_meta_device""",
         "wrong gradient norms with tensor parallelism": "perform_initialization",
         "wrong losses with virtual pipeline stages on gloo": "batch_p2p_comm batch_p2p_sync",
-        _VIRTUAL: """virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm
-            overlap_p2p_comm_warmup_flush overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release
-            high_priority_a2a_comm_stream""",
+        "packs come in groups of as many as a pipeline has ranks": "microbatch_group_size_per_vp_stage",
+        "shapes of packs are exchanged before each transfer, which waits": """overlap_p2p_comm
+            overlap_p2p_comm_warmup_flush""",
+        "millrace's layers run whole, and nothing between their parts": """overlap_moe_expert_parallel_comm
+            ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream""",
         "checkpoints, export and sync know parameters that are whole over data parallel ranks": """gtp_weight_remat_size
             expert_gtp_weight_remat_size tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards""",
-        "set how many layers the first and the last stage have": "pipeline_model_parallel_layout",
         "process groups are made before the model": "pipeline_model_parallel_comm_backend",
         "it casts gradients to bf16; log-probabilities have their own fused path": """cross_entropy_loss_fusion
             cross_entropy_fusion_impl""",

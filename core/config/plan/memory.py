@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.core.config.megatron_options.stages import layers_of_stages
+from millrace.core.config.megatron_options.stages import layers_of_ranks
 from millrace.core.config.plan.layout import Layout
 from millrace.core.config.plan.numbers import Numbers
 from millrace.core.config.run_config import RunConfig
@@ -39,19 +39,22 @@ def size_text(size: float) -> str:
 
 def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
     """Parameters that the fullest rank holds."""
-    return max(_held_by_stages(config, shape))[0]
+    return max(_held_by_ranks(config, shape))[0]
 
 
-def _held_by_stages(config: RunConfig, shape: Architecture) -> list[tuple[int, int]]:
-    """Parameters that a rank of each pipeline stage holds, and how many of these are experts'."""
+def _held_by_ranks(config: RunConfig, shape: Architecture) -> list[tuple[int, int]]:
+    """Parameters that each rank of a pipeline holds, and how many of these are experts'."""
     p = config.trainer.parallel
-    held, experts, first = [], [], 0
-    for count in layers_of_stages(config, shape.layers):
-        layers = range(first, min(first + count, shape.layers))
-        parts = [(part, _share(config, part, size)) for at in layers for part, size in shape.counted(at)]
+    held, experts = [], []
+    for layers in layers_of_ranks(config, shape.layers):
+        parts = [
+            (part, _share(config, part, size))
+            for at in layers
+            if at < shape.layers
+            for part, size in shape.counted(at)
+        ]
         held.append(sum(size for _, size in parts))
         experts.append(sum(size for part, size in parts if part.of_experts))
-        first += count
     # an output layer that is tied is on the last stage too
     held[0] += -(-shape.embedding // p.tensor)
     held[-1] += shape.hidden + (0 if shape.tied and p.pipeline == 1 else -(-shape.embedding // p.tensor))
@@ -61,18 +64,18 @@ def _held_by_stages(config: RunConfig, shape: Architecture) -> list[tuple[int, i
 def _share(config: RunConfig, part: ModelPart, size: int) -> int:
     """What a rank holds of a part with so many parameters."""
     p = config.trainer.parallel
-    if part.of_experts and p.expert > 1:
-        return -(-size // p.expert)
+    if part.of_experts:
+        return -(-size // (p.expert * p.tensor_of_experts))
     return size if part.split is None else -(-size // p.tensor)
 
 
 def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     """Memory of the fullest rank, by part."""
     t = config.trainer
-    held, experts = max(_held_by_stages(config, shape))
+    held, experts = max(_held_by_ranks(config, shape))
     width = 2 if config.dtype == "bfloat16" else 4
     critic = critic_shape(config, shape)
-    critics, critics_experts = max(_held_by_stages(config, critic)) if critic else (0, 0)
+    critics, critics_experts = max(_held_by_ranks(config, critic)) if critic else (0, 0)
     trained, experts = held + critics, experts + critics_experts
     shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
     states = 2 * FP32 + (FP32 if width == 2 else 0)
@@ -142,9 +145,9 @@ def _teacher(config: RunConfig, width: int) -> int:
 def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
     """Activations kept for the backward pass, of all layers and of all packs in flight."""
     p, recompute = config.trainer.parallel, config.trainer.recompute
-    layers, tokens = max(layers_of_stages(config, shape.layers)), config.trainer.max_pack_tokens
-    # the first stage holds a pack for each stage
-    in_flight = p.pipeline
+    layers, tokens = max(map(len, layers_of_ranks(config, shape.layers))), config.trainer.max_pack_tokens
+    # the first rank holds a pack for each rank; with virtual stages it runs further ahead, by parts of its layers
+    in_flight = p.pipeline if p.virtual == 1 else -(-((p.virtual + 1) * p.pipeline - 1) // p.virtual)
     times, ffn = shape.experts_used, shape.expert_ffn
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     streams = 4 * shape.hidden  # two residual sums and their norms

@@ -32,6 +32,14 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, int | bool]]] = {
     "experts apart, tensor": ("qwen3_moe", 2, {"tensor": 2, "sequence": True, "expert": 2}),
     "experts, pipeline": ("qwen3_moe", 2, {"pipeline": 2}),
     "experts apart, tensor, data": ("qwen3_moe", 4, {"tensor": 2, "sequence": True, "expert": 2}),
+    "tensor, a key head on each pair": ("qwen3", 4, {"tensor": 4, "sequence": True}),
+    "experts, tensor apart": ("qwen3_moe", 2, {"expert_tensor": 2}),
+    "experts apart, tensor of experts": (
+        "qwen3_moe",
+        4,
+        {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2},
+    ),
+    "experts and tensor apart": ("qwen3_moe", 4, {"expert": 2, "expert_tensor": 2}),
     "experts apart, pipeline": ("qwen3_moe", 4, {"expert": 2, "pipeline": 2}),
 }
 

@@ -36,7 +36,7 @@ def in_small_buckets(rank: Any) -> int:
             rank.version, rank.last = 0, None
     finally:
         optimizer.DistributedDataParallelConfig = whole  # type: ignore[misc]
-    return len(rank.learner.policy.model.bucket_groups)
+    return len(rank.learner.policy.models[0].bucket_groups)
 
 
 def add_output_gradient_in_place(rank: Any) -> None:
@@ -65,12 +65,12 @@ def add_it_by_autograd(rank: Any) -> None:
 
 
 def reduce_afterwards(rank: Any) -> None:
-    rank.learner.policy.model.ddp_config.overlap_grad_reduce = False
+    rank.learner.policy.models[0].ddp_config.overlap_grad_reduce = False
 
 
 def watch(rank: Any) -> None:
     """Note how many buckets are under way when the backward pass has ended."""
-    model = rank.learner.policy.model
+    model = rank.learner.policy.models[0]
     finish = model.finish_grad_sync
 
     def noting(**arguments: Any) -> None:

@@ -1,6 +1,8 @@
-"""Steps at every split over two ranks, held against plain Hugging Face models and torch AdamW on one process.
+"""Every family in every layout, held against plain Hugging Face models and torch AdamW on one process.
 
-What the other parity tests leave out: a temperature, weight decay alone, and the losses of routers.
+The first table has a row for each family and layout: log-probabilities, the gradients of one step and an export, or the reason of
+a refusal. The second has steps, with what the other parity tests leave out: a temperature, weight decay alone, and the losses of
+routers.
 """
 
 from __future__ import annotations
@@ -18,13 +20,75 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from examples.plain_rl import adamw, grpo_loss
+from millrace.core.config import RunConfig
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
-from millrace.core.families.registry import BUILT_IN
+from millrace.core.families.family import Family
+from millrace.core.families.registry import BUILT_IN, family_named
+from millrace.flows.preflight.check_model import ReadModel, check_model
 from tests.support.plain_trainer import Plain
-from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
+from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
 
 LR, STEPS = 1e-2, 2
+
+
+def _family(kind: str) -> Family:
+    return family_named(kind.partition(",")[0])
+
+
+@dataclass
+class Split:
+    """A way to cut a model over ranks. model: what it takes of a tiny model; options: of trainer.megatron."""
+
+    ranks: int
+    parallel: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+THREE, FOUR, ONE_KEY_HEAD = {"num_hidden_layers": 3}, {"num_hidden_layers": 4}, {"num_key_value_heads": 1}
+SPLITS = {
+    "tp1": Split(1, {}),
+    "tp2": Split(2, {"tensor": 2, "sequence": True}),
+    "tp2 of one key head": Split(2, {"tensor": 2, "sequence": True}, model=ONE_KEY_HEAD),
+    "tp4 of two key heads": Split(4, {"tensor": 4, "sequence": True}),
+    "pp2": Split(2, {"pipeline": 2}),
+    "uneven pp2": Split(2, {"pipeline": 2}, {"num_layers_in_first_pipeline_stage": 1}, THREE),
+    "pp2 by a layout": Split(2, {"pipeline": 2}, {"pipeline_model_parallel_layout": "Ett|tL"}, THREE),
+    "vpp2": Split(2, {"pipeline": 2, "virtual": 2}, model=FOUR),
+    "uneven vpp2": Split(
+        2,
+        {"pipeline": 2, "virtual": 2},
+        {"pipeline_model_parallel_layout": "Et|t*2|t|tL"},
+        {"num_hidden_layers": 5},
+    ),
+    "cp2": Split(2, {"context": 2}),
+    "pp2 cp2": Split(4, {"pipeline": 2, "context": 2}),
+    "tp2 cp2 of one key head": Split(4, {"tensor": 2, "sequence": True, "context": 2}, model=ONE_KEY_HEAD),
+    "ep2": Split(2, {"expert": 2}),
+    "tp2 ep2": Split(2, {"tensor": 2, "sequence": True, "expert": 2}),
+    "pp2 ep2": Split(4, {"pipeline": 2, "expert": 2}),
+    "etp2": Split(2, {"expert_tensor": 2}),
+    "tp2 etp1": Split(2, {"tensor": 2, "sequence": True, "expert_tensor": 1}),
+    "ep2 etp2": Split(4, {"expert": 2, "expert_tensor": 2}),
+    "tp2 ep2 etp2": Split(4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}),
+}
+KINDS = {**{family.name: {} for family in BUILT_IN}, "qwen3, tied": {"tie_word_embeddings": True}}
+NO_EXPERTS = {
+    (kind, split): (f"trainer.parallel.{field}", "the model has no experts")
+    for kind in KINDS
+    for split, each in SPLITS.items()
+    for field in each.parallel
+    if field.startswith("expert") and not _family(kind).has("router.weight")
+}
+REFUSED: dict[tuple[str, str], tuple[str, str]] = {**NO_EXPERTS}
+CELLS = [(kind, split) for kind in KINDS for split in SPLITS]
+USUAL = [  # others are slow
+    ("qwen3", "tp2 of one key head"),
+    ("qwen3, tied", "vpp2"),
+    ("qwen3_moe", "pp2 by a layout"),
+    ("qwen3_moe", "etp2"),
+]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
@@ -88,6 +152,98 @@ TABLE = [
     ("windows, one key head", "cp2", "temperature 0.6"),
 ]
 TABLE = list(dict.fromkeys(TABLE))
+
+
+def gradients(rank: Any, url: str, folder: str) -> None:
+    """Export the gradients of a step as if they were the weights."""
+    rows = rank._read(url)
+    with rank._working("train"):
+        rank.learner.forward_backward(rank.learner.rank_batch(1, url, rows), 1)
+        with torch.no_grad():
+            for parameter in rank.policy.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(parameter.main_grad)
+    rank.export(folder, 0)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+@dataclass
+class Alone:
+    """What Hugging Face's model says of a batch."""
+
+    logprobs: dict[str, list[float]]
+    gradients: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Alone]:
+    made: dict[str, Alone] = {}
+
+    def make(kind: str, changes: dict[str, Any]) -> Alone:
+        if f"{kind} {changes}" not in made:
+            plain = PlainCase(model(_family(kind).name, **changes), Case())
+            logprobs = {row["sample_id"]: plain.logprobs(row).tolist() for row in samples(1)}
+            torch.stack([plain._loss(row) for row in samples(1)]).mean().backward()
+            with torch.no_grad():
+                for parameter in plain.model.parameters():
+                    if parameter.requires_grad:
+                        parameter.copy_(parameter.grad)
+            folder = tmp_path_factory.mktemp("gradients")
+            plain.model.save_pretrained(folder)
+            made[f"{kind} {changes}"] = Alone(logprobs, stored(folder))
+        return made[f"{kind} {changes}"]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        cell if cell in USUAL or cell in REFUSED else pytest.param(*cell, marks=pytest.mark.slow)
+        for cell in CELLS
+    ],
+)
+def test_a_family_in_a_layout_is_that_of_hugging_face_or_is_refused(
+    workers: Workers,
+    model: Callable[..., Path],
+    alone: Callable[..., Alone],
+    tmp_path: Path,
+    kind: str,
+    split: str,
+) -> None:
+    each, changes = SPLITS[split], {**KINDS[kind], **SPLITS[split].model}
+    folder = model(_family(kind).name, **changes)
+    config = configuration(
+        folder,
+        each.ranks,
+        parallel=each.parallel,
+        megatron=each.options,
+        optimizer={"distributed": False},  # every rank has whole gradients
+    )
+    if (kind, split) in REFUSED:
+        field, reason = REFUSED[kind, split]
+        problems = [*check_model(RunConfig.model_validate(config), False, ReadModel())]
+        assert field in [problem.field for problem in problems if reason in problem.reason]
+        return
+    url, expected = write_batch(tmp_path / "batch", samples(1)), alone(kind, changes)
+    with workers.group(config) as group:
+        logprobs = group.run(log_probabilities, url)[0]
+        group.call("export", str(tmp_path / "export"), 0)
+        group.run(gradients, url, str(tmp_path / "gradients"))
+    for name, values in expected.logprobs.items():
+        assert logprobs[name] == pytest.approx(values, abs=1e-4), name
+    back, grads = stored(tmp_path / "export"), stored(tmp_path / "gradients")
+    first = stored(folder)
+    assert {name: tensor.shape for name, tensor in back.items()} == {
+        name: tensor.shape for name, tensor in first.items()
+    }
+    assert all(torch.equal(back[name], tensor) for name, tensor in first.items())
+    assert sorted(grads) == sorted(expected.gradients)
+    for name, grad in expected.gradients.items():
+        assert float((grads[name] - grad).abs().max()) < 1e-4 * max(1e-2, float(grad.abs().max())), name
 
 
 class PlainCase(Plain):

@@ -94,7 +94,7 @@ def bytes_kept(rank: Any, _: str) -> int:
 
 
 def layers_of_stage(rank: Any, _: str) -> int:
-    return len(rank.policy.decoder.layers)
+    return len(rank.policy.last.decoder.layers)
 
 
 def outputs_freed(rank: Any, url: str) -> bool:
@@ -105,7 +105,7 @@ def outputs_freed(rank: Any, url: str) -> bool:
         if call[2].requires_grad:  # not those of passes without a backward pass
             outputs.append(call[2])
 
-    handle = rank.learner.policy.model.register_forward_hook(keep)
+    handle = rank.learner.policy.models[0].register_forward_hook(keep)
     rank.train(StepRequest(1, url))
     handle.remove()
     return all(out.numel() == 1 for out in outputs)
@@ -120,7 +120,7 @@ def reduced_precision(rank: Any, _: str) -> bool:
 
 def decay(rank: Any, url: str) -> dict[str, float]:
     """How far a step without a gradient moves a matrix and a norm of the first layer. Relative."""
-    attention = rank.policy.decoder.layers[0].self_attention
+    attention = rank.policy.last.decoder.layers[0].self_attention
     weights = {"matrix": attention.linear_proj.weight, "norm": attention.q_layernorm.weight}
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     rank.train(StepRequest(1, url))
@@ -132,7 +132,7 @@ def decay(rank: Any, url: str) -> dict[str, float]:
 
 def buckets(rank: Any, _: str) -> tuple[int, int]:
     """Gradient buckets and their elements."""
-    buffers = rank.learner.policy.model.buffers
+    buffers = rank.learner.policy.models[0].buffers
     return sum(len(buffer.buckets) for buffer in buffers), sum(buffer.numel for buffer in buffers)
 
 

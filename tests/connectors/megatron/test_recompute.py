@@ -26,7 +26,7 @@ def kept(rank: Any) -> tuple[int, list[float]]:
     tokens = np.random.default_rng(0).integers(0, VOCAB, TOKENS)
     row = BatchRow("a", tokens, 4, np.ones(4, np.int64), np.zeros(4, np.float32), 1.0, 1.0, None, False, 1)
     pack = make_pack([row], [0], cp_size=1, cp_rank=0, align=1, device=rank.device)
-    model = rank.learner.policy.model
+    model = rank.learner.policy.models[0]
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: list[torch.Tensor] = []
 

@@ -109,7 +109,7 @@ def test_refused_steps_change_nothing(
 
 
 def fail_in_the_last_layer(rank: Any) -> None:
-    layer = rank.policy.decoder.layers[-1]
+    layer = rank.policy.last.decoder.layers[-1]
     calls = []
 
     def fail(module: Any, given: Any, output: Any) -> None:

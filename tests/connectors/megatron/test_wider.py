@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"parallel": {"tensor": 2}},
     "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "pipeline": {"parallel": {"pipeline": 2}},
+    "virtual stages": {"parallel": {"pipeline": 2, "virtual": 2}},
     "context": {"parallel": {"context": 2}},
     "full recompute": {"recompute": "full"},
     "selective recompute": {"recompute": "selective"},
@@ -35,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 EXPERTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "expert": {"parallel": {"expert": 2}},
+    "tensor of experts": {"parallel": {"expert_tensor": 2}},
     "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "pipeline": {"parallel": {"pipeline": 2}},
 }
@@ -81,7 +83,7 @@ def truth(workers: Workers, model: Callable[..., Path], batch: str) -> dict[str,
     """Log-probabilities of float32 trainers whose weights are rounded to bfloat16, by family."""
     found = {}
     for kind in ("qwen3", "qwen3_moe"):
-        with workers.group(configuration(model(kind))) as group:
+        with workers.group(configuration(model(kind, num_hidden_layers=4))) as group:
             group.run(round_weights)
             found[kind] = group.run(log_probabilities, batch.format(1))[0]
     return found
@@ -129,7 +131,9 @@ def test_bfloat16_weights_compute_as_in_float32(
     """Every bfloat16 number is a float32 number: a trainer whose weights are float32 ones of the same values says the same."""
     world = 1 if layout == "one rank" or "recompute" in layout else 2
     changes = (LAYOUTS if kind == "qwen3" else EXPERTS)[layout]
-    with workers.group(configuration(model(kind), world, dtype="bfloat16", **changes)) as group:
+    with workers.group(
+        configuration(model(kind, num_hidden_layers=4), world, dtype="bfloat16", **changes)
+    ) as group:
         narrow = group.run(log_probabilities, batch.format(1))[0]
         found = group.run(wider_log_probabilities, batch.format(1))[0]
         assert group.run(log_probabilities, batch.format(1))[0] == narrow, "the measure leaves no trace"

@@ -123,6 +123,8 @@ def test_these_agree(overrides: list[str]) -> None:
             ["trainer.world_size=6", "trainer.parallel.expert=2", "trainer.parallel.pipeline=6"],
             "trainer.parallel.expert",
         ),
+        (["trainer.parallel.virtual=2"], "trainer.parallel.virtual"),
+        (["trainer.world_size=2", "trainer.parallel.expert_tensor=4"], "trainer.parallel.expert_tensor"),
         (["trainer.max_pack_tokens=199"], "trainer.max_pack_tokens"),
         (
             ["trainer.max_pack_tokens=100", "trainer.parallel.context=3", "trainer.world_size=2"],

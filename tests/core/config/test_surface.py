@@ -53,6 +53,7 @@ def reads() -> set[str]:
 IN_CORE_CONFIG = {
     "algorithm.preset",  # the other fields are filled from it
     "model.preset",  # the fields of its layout are filled from it
+    "trainer.parallel.expert_tensor",  # Parallel.tensor_of_experts
     "checkpoint.background",  # RunConfig.saves_in_background
     "evaluation.background",  # RunConfig.evaluates_in_background
     "pipeline.eager_groups",  # Pipeline.chunk_groups

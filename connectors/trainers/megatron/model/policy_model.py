@@ -6,6 +6,7 @@ the logits of a whole pack never exist.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -86,14 +87,61 @@ def submodules_of(part: Any) -> Any:
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
-def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
-    """Build this rank's stage of a model on its device. The weights of matrices are not initialised."""
+class RankModel(torch.nn.Module):
+    """This rank's stages of a model, in the order of its layers: one, or as many as there are virtual stages."""
+
+    def __init__(self, stages: Sequence[PolicyModel]) -> None:
+        super().__init__()
+        self.stages: Any = torch.nn.ModuleList(stages)
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The configuration that all stages share."""
+        config: TransformerConfig = self.last.config
+        return config
+
+    @property
+    def last(self) -> Any:
+        """The last stage, which has the head on the last rank of a pipeline."""
+        return self.stages[-1]
+
+    @property
+    def router_losses(self) -> RouterLosses | None:
+        """The losses of the routers of all stages."""
+        losses: RouterLosses | None = self.last.router_losses
+        return losses
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The sharded state of all stages, by the names of `state_dict`."""
+        return {
+            f"stages.{number}.{name}": item
+            for number, stage in enumerate(self.stages)
+            for name, item in stage.sharded_state_dict().items()
+        }
+
+
+def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> RankModel:
+    """Build this rank's stages of a model on its device. The weights of matrices are not initialised."""
     tc, arch = transformer_config(config, hf), architecture(hf)
     options = moe_losses(config.trainer.megatron)
     losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
     router = partial(LossRouter, losses) if losses else partial(SigmoidRouter, arch) if arch.routing else None
-    first = get_transformer_layer_offset(tc)
-    mixtures = [layer in arch.expert_layers for layer in range(first, first + get_num_layers_to_build(tc))]
+    virtual = mpu.get_virtual_pipeline_model_parallel_world_size()
+    numbers = [None] if virtual is None else list(range(virtual))
+    return RankModel([_stage(tc, arch, kind, router, losses, number) for number in numbers])
+
+
+def _stage(
+    tc: TransformerConfig,
+    arch: Architecture,
+    kind: type[PolicyModel],
+    router: Any,
+    losses: RouterLosses | None,
+    number: int | None,
+) -> PolicyModel:
+    """One stage of this rank. router: of layers with experts, None for megatron's. number: among virtual stages."""
+    first, count = get_transformer_layer_offset(tc, number), get_num_layers_to_build(tc, number)
+    mixtures = [layer in arch.expert_layers for layer in range(first, first + count)]
     specs = {mixture: _layer_spec(tc, arch, mixture, router) for mixture in set(mixtures)}
     model = kind(
         config=tc,
@@ -102,8 +150,9 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         ),
         vocab_size=padded_vocab(arch.vocab, tc.tensor_model_parallel_size),
         max_sequence_length=arch.positions,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+        vp_stage=number,
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
@@ -118,6 +167,11 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     model.rotary_pos_emb.inv_freq = frequencies
     # one angle a pair: `fused.rotate` knows which dimensions make one
     model.rotary_pos_emb.rotary_interleaved = False
+    if tc.num_moe_experts and tc.expert_tensor_parallel_size != tc.tensor_model_parallel_size:
+        # megatron marks them only with expert parallelism, and would sum their gradients over the ranks of other weights
+        for name, parameter in model.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = False
     model.router_losses = losses
     return model
 

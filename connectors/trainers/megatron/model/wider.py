@@ -24,7 +24,7 @@ ROUTER = {torch.float32: "fp32", torch.float64: "fp64"}  # megatron's names
 def computing_wider(inner: Any) -> Iterator[torch.dtype]:
     """A context in which the model's forward passes compute in the yielded type, without gradients.
 
-    Every rank must enter it. inner: a GPTModel of `policy_model`. Does not cast the output layer's weight: the caller does.
+    Every rank must enter it. inner: a RankModel. Does not cast the output layer's weight: the caller does.
     """
     config = inner.config
     wide = WIDER[config.params_dtype]
@@ -32,15 +32,17 @@ def computing_wider(inner: Any) -> Iterator[torch.dtype]:
     cast = _Cast(wide)
     hooks = [
         hook
-        for part in (*inner.decoder.layers, inner.decoder.final_layernorm)
+        for stage in inner.stages
+        for part in (*stage.decoder.layers, stage.decoder.final_layernorm)
         if part is not None  # only the last stage has the final norm
         for hook in (
             part.register_forward_pre_hook(cast.before, prepend=True),
             part.register_forward_hook(cast.after, always_call=True),
         )
     ]
-    if inner.pre_process:  # casting the rows is the same as casting the embedding's whole table
-        hooks.append(inner.embedding.register_forward_hook(lambda _module, _inputs, out: out.to(wide)))
+    if inner.stages[0].pre_process:  # casting the rows is the same as casting the embedding's whole table
+        embedding = inner.stages[0].embedding
+        hooks.append(embedding.register_forward_hook(lambda _module, _inputs, out: out.to(wide)))
     config.pipeline_dtype, config.moe_router_dtype = wide, ROUTER[wide]
     try:
         with plain_forms(), torch.no_grad():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +14,17 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
+from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.core.config import RunConfig
 from millrace.core.config.trainer import Schedule
 
 
-def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float, s: Schedule) -> Any:
+def make_optimizer(models: list[DistributedDataParallel], config: RunConfig, lr: float, s: Schedule) -> Any:
     """AdamW over fp32 main parameters."""
     o = config.trainer.optimizer
     optimizer = get_megatron_optimizer(
@@ -41,7 +42,7 @@ def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float,
             use_distributed_optimizer=o.distributed,
             **config.trainer.megatron_optimizer,
         ),
-        [model],
+        models,
         use_gloo_process_groups=False,
     )
     fused_adamw.install(optimizer)
@@ -67,12 +68,11 @@ def make_schedule(optimizer: Any, config: RunConfig, lr: float, s: Schedule) -> 
     )
 
 
-def wrap(model: GPTModel, config: RunConfig) -> DistributedDataParallel:
-    """Wrap the model with fp32 gradient buffers, which are reduced over data and context parallel ranks.
+def wrap(model: RankModel, config: RunConfig) -> list[DistributedDataParallel]:
+    """Wrap each stage with fp32 gradient buffers, which are reduced over data and context parallel ranks.
 
     A bucket of gradients is reduced as soon as the last pack's backward pass has filled it, while that pass continues.
     """
-    inner: Any = Float16Module(model.config, model) if model.config.bf16 else model
     values = {
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": mpu.get_data_parallel_world_size(with_context_parallel=True) > 1,
@@ -80,20 +80,33 @@ def wrap(model: GPTModel, config: RunConfig) -> DistributedDataParallel:
         "check_for_nan_in_grad": False,
     }
     ddp = DistributedDataParallelConfig(**{**values, **config.trainer.megatron_ddp})
-    wrapped = DistributedDataParallel(model.config, ddp, inner)
+    wrapped = [DistributedDataParallel(model.config, ddp, stage) for stage in called(model)]
     model.config.finalize_model_grads_func = _finalize
-    model.config.no_sync_func = wrapped.no_sync  # for all packs except the last
+    model.config.no_sync_func = partial(_no_sync, wrapped)  # for all packs except the last
     return wrapped
 
 
+def called(model: RankModel) -> list[Any]:
+    """The stages in the form that megatron calls."""
+    return [Float16Module(stage.config, stage) if stage.config.bf16 else stage for stage in model.stages]
+
+
 @contextlib.contextmanager
-def accumulating(model: DistributedDataParallel) -> Iterator[None]:
+def _no_sync(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.no_sync())
+        yield
+
+
+@contextlib.contextmanager
+def accumulating(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """A context in which backward passes add to this rank's gradients without reducing them; the step's last passes reduce them."""
-    config = model.config
+    config = models[0].config
     hooks = config.no_sync_func, config.finalize_model_grads_func
     config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
     try:
-        with model.no_sync():
+        with _no_sync(models):
             yield
     finally:
         config.no_sync_func, config.finalize_model_grads_func = hooks

@@ -58,6 +58,7 @@ def install() -> None:
     patches.answer_cuda_calls_on_cpu(CPU)
     patches.use_cpu_rng()
     patches.keep_token_dispatcher_on_cpu(CPU)
+    patches.exchange_uneven_parts_on_cpu()
 
 
 @contextlib.contextmanager

@@ -63,9 +63,10 @@ def join(
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=p.tensor,
         pipeline_model_parallel_size=p.pipeline,
+        virtual_pipeline_model_parallel_size=p.virtual if p.virtual > 1 else None,
         context_parallel_size=p.context,
         expert_model_parallel_size=p.expert,
-        expert_tensor_parallel_size=1 if p.expert > 1 else None,
+        expert_tensor_parallel_size=p.tensor_of_experts,
     )
     torch.manual_seed(config.run.seed)
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel
+from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.weights.hf_tensors import hf_names, hf_tensors, writes
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 
@@ -25,7 +25,7 @@ DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_te
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that one rank writes, gathered by the ranks of its tensor parallel group."""
+    """Tensors that one rank writes, gathered by the ranks of their tensor parallel group."""
 
     owner: int
     gatherers: tuple[int, ...]
@@ -40,7 +40,7 @@ class BucketStream:
     processes on this GPU can open the bucket.
     """
 
-    def __init__(self, model: PolicyModel, hf: dict[str, Any], size: int, *, share: bool) -> None:
+    def __init__(self, model: RankModel, hf: dict[str, Any], size: int, *, share: bool) -> None:
         self.flat: Tensor | None = None  # the bucket's bytes
         self._model = model
         self._hf = hf
@@ -100,22 +100,23 @@ class BucketStream:
         return self._buffer
 
 
-def _sections(model: PolicyModel, hf: dict[str, Any]) -> list[TensorGroup]:
+def _sections(model: RankModel, hf: dict[str, Any]) -> list[TensorGroup]:
     """The sections of all ranks, in which every tensor occurs once. All ranks must call it."""
-    gatherers = tuple(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
+    groups = {True: mpu.get_expert_tensor_parallel_group(), False: mpu.get_tensor_model_parallel_group()}
+    gatherers = {experts: tuple(dist.get_process_group_ranks(group)) for experts, group in groups.items()}
     if mpu.get_pipeline_model_parallel_world_size() == mpu.get_expert_model_parallel_world_size() == 1:
-        return [TensorGroup(dist.get_rank(), gatherers, None, broadcast=False)]
-    kinds = {
-        experts
-        for experts in (True, False)
+        return [TensorGroup(dist.get_rank(), gatherers[False], None, broadcast=False)]
+    owned = {
+        experts: group
+        for experts, group in gatherers.items()
         if writes(experts) and next(hf_names(model, hf, experts), None) is not None
     }
-    kinds_of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(kinds_of_ranks, (kinds, gatherers))
+    owned_by_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(owned_by_ranks, owned)
     return [
-        TensorGroup(owner, group, None if len(owned) == 2 else owned == {True}, broadcast=True)
-        for owner, (owned, group) in enumerate(kinds_of_ranks)
-        if owned
+        TensorGroup(owner, group, experts, broadcast=True)
+        for owner, parts in enumerate(owned_by_ranks)
+        for experts, group in parts.items()
     ]
 
 

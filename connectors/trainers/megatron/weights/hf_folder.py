@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.storage.store import split_url
-from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel, padded_vocab
+from millrace.connectors.trainers.megatron.model.policy_model import RankModel, padded_vocab
 from millrace.connectors.trainers.megatron.weights.hf_tensors import (
     hf_tensors,
     mapped_parameters,
@@ -32,7 +32,7 @@ from millrace.core.families.tensors import INDEX, kept_tensors
 from millrace.core.plain_text import json_text
 
 
-def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "model.path") -> None:
+def load_hf(model: RankModel, folder: str, hf: dict[str, Any], field: str = "model.path") -> None:
     """Copy a Hugging Face checkpoint into this rank's parameters.
 
     Raises ConfigError naming the first tensor of the folder that does not fit the model.
@@ -50,7 +50,7 @@ def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "m
 
 
 def export_hf(
-    model: PolicyModel, hf: dict[str, Any], source: str, directory: str, served: Served = ALONE
+    model: RankModel, hf: dict[str, Any], source: str, directory: str, served: Served = ALONE
 ) -> None:
     """Write a Hugging Face folder: safetensors of every stage, index, config and tokenizer. It is renamed into place at the end.
 
@@ -72,7 +72,7 @@ def export_hf(
 
 
 def upload_hf(
-    model: PolicyModel, hf: dict[str, Any], source: str, url: str, served: Served = ALONE
+    model: RankModel, hf: dict[str, Any], source: str, url: str, served: Served = ALONE
 ) -> list[FileRecord]:
     """Write the same to a folder in any storage: every rank uploads its files, each whole or not at all, from its node's disk.
 
@@ -87,7 +87,7 @@ def upload_hf(
     return [file.record() for file in files]
 
 
-def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, served: Served) -> None:
+def _write(model: RankModel, hf: dict[str, Any], source: str, folder: Path, served: Served) -> None:
     """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs.
 
     Tensors have the type of the trainer's parameters, like the buckets for engines; config.json names it. Tensors that steps

@@ -13,40 +13,41 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel
+from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.weights.hf_mapping import Mapping, lookup
 from millrace.core.families.architecture import architecture
 
 
-def mapped_parameters(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
+def mapped_parameters(model: RankModel, hf: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
     """This rank's parameters with their Hugging Face tensors, in a fixed order."""
-    layer_offset = _layer_offset(model)
     experts = architecture(hf).experts // mpu.get_expert_model_parallel_world_size()
     expert_offset = experts * mpu.get_expert_model_parallel_rank()
     tied = hf["tie_word_embeddings"]
-    for name, parameter in model.named_parameters():
-        if name.startswith("value_head."):
-            continue  # the critic's head, which Hugging Face checkpoints do not have
-        yield (
-            parameter,
-            lookup(
-                name,
-                family=hf["model_type"],
-                layer_offset=layer_offset,
-                expert_offset=expert_offset,
-                tied=tied,
-            ),
-        )
+    for stage in model.stages:
+        layer_offset = _layer_offset(stage)
+        for name, parameter in stage.named_parameters():
+            if name.startswith("value_head."):
+                continue  # the critic's head, which Hugging Face checkpoints do not have
+            yield (
+                parameter,
+                lookup(
+                    name,
+                    family=hf["model_type"],
+                    layer_offset=layer_offset,
+                    expert_offset=expert_offset,
+                    tied=tied,
+                ),
+            )
 
 
-def hf_names(model: PolicyModel, hf: dict[str, Any], experts: bool | None = None) -> Iterator[str]:
+def hf_names(model: RankModel, hf: dict[str, Any], experts: bool | None = None) -> Iterator[str]:
     """Names of the Hugging Face tensors of this rank's stage, in order. `experts`: only experts' tensors, or only others."""
     for _, mapping in _each_tensor_once(model, hf, experts):
         yield from mapping.names
 
 
 def hf_tensors(
-    model: PolicyModel, hf: dict[str, Any], experts: bool | None = None
+    model: RankModel, hf: dict[str, Any], experts: bool | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole Hugging Face tensors of this rank's stage, one at a time. All tensor parallel ranks must iterate together."""
     arch = architecture(hf)
@@ -82,7 +83,7 @@ def writes(experts: bool) -> bool:
 
 
 def _each_tensor_once(
-    model: PolicyModel, hf: dict[str, Any], experts: bool | None
+    model: RankModel, hf: dict[str, Any], experts: bool | None
 ) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
     """This rank's parameters, such that each Hugging Face tensor occurs once. Those of another type are the last."""
     seen: set[str] = set()
@@ -94,16 +95,17 @@ def _each_tensor_once(
             yield parameter, mapping
 
 
-def _is_embedding_copy(model: PolicyModel, parameter: Tensor) -> bool:
+def _is_embedding_copy(model: RankModel, parameter: Tensor) -> bool:
     """Whether a parameter is the last stage's copy of the first stage's embedding."""
+    last = model.last
     return bool(
-        model.share_embeddings_and_output_weights
-        and not model.pre_process
-        and model.post_process
-        and parameter is model.output_layer.weight
+        last.share_embeddings_and_output_weights
+        and not last.pre_process
+        and last.post_process
+        and parameter is last.output_layer.weight
     )
 
 
-def _layer_offset(model: PolicyModel) -> int:
-    layers = model.decoder.layers
+def _layer_offset(stage: Any) -> int:
+    layers = stage.decoder.layers
     return layers[0].layer_number - 1 if len(layers) else 0

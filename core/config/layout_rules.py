@@ -1,0 +1,70 @@
+"""How a model fits the layout of the trainer's ranks: heads, channels, layers and experts that do not divide. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.core.config.megatron_options import stages
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.run_config import RunConfig
+from millrace.core.families.architecture import Architecture
+
+
+def problems(config: RunConfig, shape: Architecture, whose: str = "model") -> Iterator[Problem]:
+    """What of a model, whose sizes these are, the layout cannot divide."""
+    yield from _tensor(config, shape, whose)
+    yield from stages.problems(config, shape.layers, whose)
+    yield from _experts(config, shape, whose)
+
+
+def _tensor(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+    p = config.trainer.parallel
+    cut = {"attention heads": shape.heads}
+    if shape.kv_heads % p.tensor and p.tensor % shape.kv_heads:
+        cut["key-value heads"] = shape.kv_heads
+    cut["rows of queries, keys and values"] = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    if len(shape.expert_layers) < shape.layers:
+        cut["MLP channels"] = shape.ffn
+    if shape.shared_ffn:
+        cut["channels of the shared expert"] = shape.shared_ffn
+    for name, size in cut.items():
+        if size % p.tensor:
+            yield Problem(
+                "trainer.parallel.tensor",
+                p.tensor,
+                f"does not divide the {whose}'s {size} {name}",
+                f"use a divisor of {size}",
+            )
+            break
+    if shape.experts and shape.expert_ffn % p.tensor_of_experts:
+        yield Problem(
+            "trainer.parallel.tensor" if p.expert_tensor is None else "trainer.parallel.expert_tensor",
+            p.tensor_of_experts,
+            f"does not divide the {whose}'s {shape.expert_ffn} channels of an expert",
+            f"set trainer.parallel.expert_tensor to a divisor of {shape.expert_ffn}",
+        )
+
+
+def _experts(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+    p = config.trainer.parallel
+    if not shape.experts:
+        usual = {"expert": 1, "expert_tensor": None}
+        for name, value in usual.items():
+            if getattr(p, name) != value:
+                reason = f"the {whose} has no experts"
+                yield Problem(f"trainer.parallel.{name}", getattr(p, name), reason, "leave it out")
+        return
+    if shape.experts % p.expert:
+        yield Problem(
+            "trainer.parallel.expert",
+            p.expert,
+            f"does not divide the {whose}'s {shape.experts} experts",
+            f"use a divisor of {shape.experts}",
+        )
+    if p.tensor > 1 and not p.sequence:
+        yield Problem(
+            "trainer.parallel.sequence",
+            False,
+            "experts under tensor parallelism need sequence parallelism",
+            "set it to true",
+        )
