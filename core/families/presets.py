@@ -101,6 +101,20 @@ def _llama(layers: int, hidden: int, ffn: int, heads: int, factor: float, tied: 
     }
 
 
+def _glm4(layers: int, hidden: int, ffn: int, heads: int, bias: bool) -> dict[str, Any]:
+    return {
+        "model_type": "glm4",
+        **_sizes(layers, hidden, ffn, heads, 2, 151552),
+        "head_dim": 128,
+        "attention_bias": bias,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+
+
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
     return {
         "num_hidden_layers": layers,
@@ -125,6 +139,11 @@ QWEN3_2507 = "temperature 0.7, top_p 0.8, top_k 20"
 QWEN3_INSTRUCT_TEMPLATE = "No thinking. Calls are Hermes' JSON."
 LLAMA_SAMPLING = "temperature 0.6, top_p 0.9"
 LLAMA_TEMPLATE = "No thinking. Calls are JSON with `parameters`, one a turn."
+GLM4_SAMPLING = "GLM-Z1: temperature 0.6, top_p 0.95, top_k 40"
+GLM4_TEMPLATE = (
+    "Only GLM-Z1 thinks, after a prompt that ends with <think>. Calls are a name, a line and JSON, which are not read: "
+    "give the tokenizer a response_template."
+)
 
 PRESETS: dict[str, ModelPreset] = {
     "llama3.1-8b": ModelPreset(
@@ -280,5 +299,19 @@ PRESETS: dict[str, ModelPreset] = {
         QWEN3_SAMPLING,
         QWEN3_TEMPLATE,
         {"max_position_embeddings": (262144,), "rope_theta": (5e6,)},
+    ),
+    "glm4-9b": ModelPreset(
+        "zai-org/GLM-4-9B-0414",
+        _glm4(40, 4096, 13696, 32, bias=True),
+        (_L(2, tensor=2), _L(4, tensor=2, recompute="selective"), _L(8, tensor=2)),
+        GLM4_SAMPLING,
+        GLM4_TEMPLATE,
+    ),
+    "glm4-32b": ModelPreset(
+        "zai-org/GLM-4-32B-0414",
+        _glm4(61, 6144, 23040, 48, bias=False),
+        (_L(8, tensor=4, engine=2), _L(16, tensor=8, engine=2)),
+        GLM4_SAMPLING,
+        GLM4_TEMPLATE,
     ),
 }

@@ -90,7 +90,7 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
         ),
     ]
     if experts:
-        split = t.parallel.expert if t.parallel.expert > 1 else t.parallel.tensor
+        split = t.parallel.expert * t.parallel.tensor_of_experts
         # ranks with other experts share none of their states
         copies = t.world_size // (split * t.parallel.pipeline) if t.optimizer.distributed else 1
         parts.insert(3, MemoryPart(f"optimizer of experts, fp32, 1/{copies}", -(-experts * states // copies)))
