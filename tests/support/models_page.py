@@ -34,18 +34,26 @@ def page(text: str) -> str:
 
 
 def _families() -> Iterator[str]:
-    yield "| family | `model_type` | checkpoint's class | splits held against Hugging Face | presets |"
+    yield f"Layouts: {', '.join(parity.SPLITS)}.\n"
+    yield "| family | `model_type` | checkpoint's class | refused layouts | presets |"
     yield "|---|---|---|---|---|"
     for family in BUILT_IN:
-        held = {
-            layout for name, layout, _ in parity.TABLE if parity.VARIANTS.get(name, (name,))[0] == family.name
-        }
-        assert held, f"no split of {family.name} is tested"
+        assert {(family.name, split) for split in parity.SPLITS} <= set(parity.CELLS), family.name
         assert (KEPT / f"{family.name}.json").exists(), f"{family.name} has no curve"
-        splits = ", ".join(layout for layout in parity.LAYOUTS if layout in held)
         names = [name for name, preset in PRESETS.items() if preset.config["model_type"] == family.name]
         presets = ", ".join(f"`{name}`" for name in names) or "none"
-        yield f"| {family.title} | `{family.name}` | {family.model_class} | {splits} | {presets} |"
+        yield f"| {family.title} | `{family.name}` | {family.model_class} | {_refused(family.name)} | {presets} |"
+
+
+def _refused(family: str) -> str:
+    """The layouts that a family is refused in, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for (name, split), (_, reason) in parity.REFUSED.items():
+        if name == family and split not in by_reason.setdefault(reason, []):
+            by_reason[reason].append(split)
+    said = ["those of experts"] if by_reason.pop(parity.WITHOUT_EXPERTS, None) else []
+    said += [f"{', '.join(splits)}: {reason}" for reason, splits in by_reason.items()]
+    return "; ".join(said) or "none"
 
 
 def _presets() -> Iterator[str]:

@@ -74,8 +74,9 @@ SPLITS = {
     "tp2 ep2 etp2": Split(4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}),
 }
 KINDS = {**{family.name: {} for family in BUILT_IN}, "qwen3, tied": {"tie_word_embeddings": True}}
+WITHOUT_EXPERTS = "the model has no experts"
 NO_EXPERTS = {
-    (kind, split): (f"trainer.parallel.{field}", "the model has no experts")
+    (kind, split): (f"trainer.parallel.{field}", WITHOUT_EXPERTS)
     for kind in KINDS
     for split, each in SPLITS.items()
     for field in each.parallel
