@@ -17,9 +17,10 @@ from millrace.core.families.tensors import INDEX
 from millrace.core.families.tokenizer_file import name_ends
 from millrace.core.plain_text import json_text
 
-SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
+# with the code of models and tokenizers that transformers does not have; nothing here runs it
+SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "tokenizer*", "*.py")
 OF_TOKENIZER = (
-    *("tokenizer*", "*.jinja", "*.model", "*.txt", "vocab.json"),
+    *("tokenizer*", "tokenization*", "*.jinja", "*.model", "*.tiktoken", "*.txt", "vocab.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.json"),
 )
 TEMPLATE, FORMER_TEMPLATE = "chat_template.jinja", "chat_template.json"
@@ -49,6 +50,14 @@ def write_side_files(folder: Path, model: str, served: Served) -> None:
     if served.chat_template is not None:
         _name_template(folder, served.chat_template)
     name_ends(folder, served.ends)
+
+
+def name_dtype(path: Path, dtype: str) -> None:
+    """Write the weights' type into a config.json, under the keys that it already uses; otherwise under transformers 5's key."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for name in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
+        config[name] = dtype
+    path.write_text(json_text(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _found(model: str, tokenizer: str | None) -> Iterator[Path]:

@@ -24,6 +24,7 @@ COMMANDS = {
     "quickstart": "Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it has learnt.",
     "pretrained": "Make a Hugging Face folder of SmolLM2-135M-Instruct, a pretrained chat model. Its weights are dequantised from 4 bits.",
     "models": "List the presets of model.preset: parameters, GPUs and memory. With a name, its layouts and notes.",
+    "convert": "Convert a checkpoint between Hugging Face's form and torch_dist, file by file; the same command goes on after a kill.",
     "runs": "List the runs under a storage root.",
     "show": "Show a run: its folder and pages, and its iterations with the evaluations by set; 0 is before training.",
     "ledger": "Account for every token that a run generated; exits with 1 if an iteration's account does not close.",

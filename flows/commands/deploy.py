@@ -92,11 +92,12 @@ def deploy_all(
 
 async def _create(described: Sequence[Described], pool: Pool, folder: str) -> None:
     from millrace.connectors.prefect.deployments import create_deployments, keep_automations
+    from millrace.flows.convert import convert
     from millrace.flows.from_file import train_file, train_recipe
     from millrace.flows.sft import sft
     from millrace.flows.train import train
 
-    all_flows: tuple[Flow[..., Any], ...] = (train, sft, train_file, train_recipe)
+    all_flows: tuple[Flow[..., Any], ...] = (train, sft, train_file, train_recipe, convert)
     flows = {f"{flow.fn.__module__}.{flow.fn.__name__}": flow for flow in all_flows}
     await create_deployments(described, flows, pool, folder)
     await keep_automations(FILES / "automations.yaml")
@@ -129,7 +130,7 @@ def all_deployments(files: Sequence[Path], with_recipes: bool = False) -> list[D
         {
             "name": item["name"],
             "entrypoint": item["entrypoint"],
-            "description": _with_buttons(item["description"]),
+            "description": _with_buttons(item["description"]) if is_run(item) else item["description"],
             "tags": item["tags"],
             "parameters": {},
         }
@@ -175,6 +176,11 @@ def shown_name(described: Described) -> str:
     """A deployment's name in Prefect's commands: flow/name."""
     flow = described["entrypoint"].rpartition(".")[2].partition("_")[0]
     return f"{flow}/{described['name']}"
+
+
+def is_run(item: Mapping[str, Any]) -> bool:
+    """Whether a deployment of prefect.yaml starts runs, which have names and pages."""
+    return not item["entrypoint"].endswith(".convert")
 
 
 def _with_buttons(about: str) -> str:

@@ -43,7 +43,7 @@ def test_deploy_makes_a_deployment_a_recipe_and_each_automation_once(server: Dep
     listed = server.ask("/deployments/filter", {"limit": 100})
     found = {item["name"]: item for item in listed if "millrace" in item["tags"]}
     recipes = {path.stem for path in (Path(__file__).parents[2] / "deployments" / "recipes").glob("*.yaml")}
-    assert {"train", "file", "sft", "a", *recipes} == set(found)
+    assert {"train", "file", "sft", "convert", "a", *recipes} == set(found)
     assert {"run:dapo", "preset:dapo", "model:warm-model"} < set(found["dapo"]["tags"])
     assert found["dapo"]["parameters"]["config"]["algorithm"] == {"preset": "dapo"}
     for item in found.values():

@@ -105,6 +105,9 @@ ROWS = {
         "file.readline": TRUSTED,
         "time.sleep": COUNTED,
     },
+    "connectors/trainers/megatron/conversion/conversion.py": {
+        "fcntl.flock": "asked without waiting (LOCK_NB)"
+    },
     "connectors/host/own_folders.py": {"fcntl.flock": "asked without waiting (LOCK_NB)"},
     "connectors/user_code/mcp_server.py": {
         "asyncio.shield(self._opened)": "START_TIMEOUT_S ends the attempt",

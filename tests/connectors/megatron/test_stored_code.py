@@ -246,6 +246,7 @@ READS = {
         "pickle.Unpickler",
     ): "finds what is listed",
     ("connectors/trainers/megatron/checkpoint/stored_metadata.py", "torch.load"): "weights_only",
+    ("connectors/trainers/megatron/conversion/stored_weights.py", "torch.load"): "weights_only",
     ("connectors/trainers/megatron/checkpoint/trainer_state.py", "dist_checkpointing.load"): "read as data",
     ("connectors/engines/embedded/weight_routes.py", "load_safetensors"): "safetensors",
     ("core/families/folder_tensors.py", "safe_open"): "safetensors",

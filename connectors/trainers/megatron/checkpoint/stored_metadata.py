@@ -67,8 +67,8 @@ class _Unpickler(pickle.Unpickler):
         return KNOWN[module, name]
 
 
-def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
-    """A checkpoint's table of contents. files: names of its files.
+def read_metadata(folder: Path, files: Collection[str], remedy: str = LOAD_ANOTHER) -> Metadata:
+    """A checkpoint's table of contents. files: names of its files. remedy: of the errors.
 
     Raises CorruptFileError if it names anything that is not part of a checkpoint, or a file that is not in `files`.
     """
@@ -76,13 +76,13 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     try:
         read = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except WRONG as error:
-        raise _refused(path, str(error)) from error
+        raise _refused(path, str(error), remedy) from error
     if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):
-        raise _refused(path, "it is not a table of contents")
+        raise _refused(path, "it is not a table of contents", remedy)
     for place in read.storage_data.values():
         name = place.relative_path if isinstance(place, filesystem._StorageInfo) else place
         if name not in files:
-            raise _refused(path, f"it names {name!r}, which is not a file of the checkpoint")
+            raise _refused(path, f"it names {name!r}, which is not a file of the checkpoint", remedy)
     return read
 
 
@@ -97,5 +97,5 @@ def as_data(stored: io.BytesIO) -> io.BytesIO:
     return again
 
 
-def _refused(path: Path, reason: str) -> CorruptFileError:
-    return CorruptFileError(f"it is not read: {reason}", where=str(path), remedy=LOAD_ANOTHER)
+def _refused(path: Path, reason: str, remedy: str) -> CorruptFileError:
+    return CorruptFileError(f"it is not read: {reason}", where=str(path), remedy=remedy)

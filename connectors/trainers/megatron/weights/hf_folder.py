@@ -27,9 +27,8 @@ from millrace.connectors.trainers.megatron.weights.hf_tensors import (
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.families.architecture import architecture
 from millrace.core.families.folder_tensors import FolderTensors
-from millrace.core.families.served_files import ALONE, Served, write_side_files
+from millrace.core.families.served_files import ALONE, Served, name_dtype, write_side_files
 from millrace.core.families.tensors import INDEX, kept_tensors
-from millrace.core.plain_text import json_text
 
 
 def load_hf(model: RankModel, folder: str, hf: dict[str, Any], field: str = "model.path") -> None:
@@ -111,7 +110,7 @@ def _write(model: RankModel, hf: dict[str, Any], source: str, folder: Path, serv
     if dist.get_rank() == 0:
         _finish(folder, files_of_ranks)
         write_side_files(folder, source, served)
-        _name_dtype(folder / "config.json", str(model.config.params_dtype).removeprefix("torch."))
+        name_dtype(folder / "config.json", str(model.config.params_dtype).removeprefix("torch."))
 
 
 def _finish(folder: Path, files_of_ranks: list[Any]) -> None:
@@ -127,11 +126,3 @@ def _finish(folder: Path, files_of_ranks: list[Any]) -> None:
     else:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of_tensor.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _name_dtype(path: Path, dtype: str) -> None:
-    """Write the weights' type into a config.json, under the keys that it already uses; otherwise under transformers 5's key."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for name in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
-        config[name] = dtype
-    path.write_text(json_text(config, indent=2) + "\n", encoding="utf-8")

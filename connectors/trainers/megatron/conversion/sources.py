@@ -1,0 +1,158 @@
+"""The two forms of a checkpoint that conversion reads, as one: parameters by parameter, as Hugging Face tensors.
+
+Owns which folder is of which form, and where the model's description is: its config.json and tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from millrace.connectors.storage.files import in_threads, recorded
+from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.megatron.conversion.parameters import (
+    FURTHER,
+    Parameter,
+    further,
+    parameters,
+)
+from millrace.connectors.trainers.megatron.conversion.stored_weights import (
+    TorchDistWeights,
+    checkpoint_folder,
+)
+from millrace.core.errors import ConfigError
+from millrace.core.families.architecture import Architecture, architecture
+from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.folder_tensors import FolderTensors
+from millrace.core.families.tensors import tensor_shapes
+
+Form = Literal["hf", "torch_dist"]
+DESCRIBED = "hugging_face"  # folder of config.json and tokenizer beside weights in torch_dist
+MARKER = "complete.json"  # of our trainer's checkpoints: the hash of each file
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint that is read. `model`: the folder of its config.json and tokenizer."""
+
+    form: Form
+    folder: Path
+    model: Path
+    arch: Architecture
+    every: list[Parameter]
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """The type of a parameter's tensors."""
+
+    def tensors(self, parameter: Parameter, rows: slice) -> list[Tensor]:
+        """The Hugging Face tensors that make a parameter, or these rows of them, which `Parameter.pieces` gives."""
+
+    def state(self) -> str:
+        """A hash that differs if other weights are there."""
+
+
+class HuggingFaceSource:
+    """A Hugging Face folder."""
+
+    form: Form = "hf"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = self.model = folder
+        self.arch = architecture(read_hf_config(str(folder), "source"))
+        self._tensors = FolderTensors(str(folder), self.arch, "source", mapped=False)
+        self.every = [*parameters(self.arch), *_further(self._tensors, self.arch)]
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """The type of a parameter's tensors."""
+        dtypes = {self._tensors.type_of(name) for name in parameter.shapes}
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"{' and '.join(parameter.shapes)} are of types {', '.join(sorted(dtypes))}, and make one parameter",
+                where=f"source = {self.folder}",
+                remedy="say which type all weights shall have: --dtype bfloat16",
+            )
+        dtype: torch.dtype = getattr(torch, dtypes.pop())
+        return dtype
+
+    def tensors(self, parameter: Parameter, rows: slice) -> list[Tensor]:
+        """The Hugging Face tensors that make a parameter, or these rows of them."""
+        return [self._tensors.rows(name, rows) for name in parameter.shapes]
+
+    def state(self) -> str:
+        """A hash of the folder's configuration, and of the sizes and times of its weight files."""
+        return _state(self.folder, sorted({stored.file for stored in self._tensors.stored.values()}))
+
+
+class TorchDistSource:
+    """A torch_dist folder, or the folder of a tracker file above it. Files that our trainer wrote are checked by their hashes."""
+
+    form: Form = "torch_dist"
+
+    def __init__(self, path: Path, model: Path | None) -> None:
+        self.folder = checkpoint_folder(path)
+        described = path / DESCRIBED
+        if model is None and not described.is_dir():
+            raise ConfigError(
+                "a torch_dist checkpoint has no config.json and no tokenizer",
+                where=f"source = {path}",
+                remedy="name the Hugging Face folder that the model came from: --model FOLDER",
+            )
+        self.model = model or described
+        self.arch = architecture(read_hf_config(str(self.model), "model"))
+        if (self.folder / MARKER).is_file():
+            store = Store(str(self.folder))
+            files = recorded(store.read_sealed(MARKER)["files"], store.url_of(MARKER))
+            in_threads(store.verify, files)
+        self._weights = TorchDistWeights(self.folder, self.arch)
+        # megatron's model has none of the layers that predict further tokens
+        has_more = bool(self.arch.further_layers) and any(self.model.glob("*.safetensors"))
+        self._more = (
+            FolderTensors(str(self.model), self.arch, "model", mapped=False, whole=False)
+            if has_more
+            else None
+        )
+        self.every = [*parameters(self.arch), *(_further(self._more, self.arch) if self._more else [])]
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """The type of a parameter's tensors."""
+        if self._more and parameter.name.startswith(FURTHER):
+            return getattr(torch, self._more.type_of(*parameter.shapes))  # type: ignore[no-any-return]
+        return self._weights.dtype(parameter)
+
+    def tensors(self, parameter: Parameter, rows: slice) -> list[Tensor]:
+        """The Hugging Face tensors that make a parameter, or these rows of them."""
+        if self._more and parameter.name.startswith(FURTHER):
+            return [self._more.rows(name, rows) for name in parameter.shapes]
+        return parameter.mapping.whole([self._weights.read(parameter, rows)], self.arch)
+
+    def state(self) -> str:
+        """A hash of the model's configuration, and of the sizes and times of the weight files."""
+        files = sorted(path.name for path in self.folder.iterdir() if path.suffix == ".distcp")
+        return _state(self.folder, [".metadata", *files], self.model)
+
+
+def _further(tensors: FolderTensors, arch: Architecture) -> list[Parameter]:
+    """The tensors of a folder that are of no parameter."""
+    known = tensor_shapes(arch)
+    return further({name: stored.shape for name, stored in tensors.kept.items() if name not in known})
+
+
+def open_source(path: Path, model: Path | None = None) -> HuggingFaceSource | TorchDistSource:
+    """The checkpoint at a path. model: the Hugging Face folder that describes a torch_dist checkpoint.
+
+    Raises ConfigError or StorageError, naming the file and the remedy, before any weight is read.
+    """
+    if (path / "config.json").is_file():
+        return HuggingFaceSource(path)
+    return TorchDistSource(path, model)
+
+
+def _state(folder: Path, files: list[str], model: Path | None = None) -> str:
+    digest = hashlib.sha256(((model or folder) / "config.json").read_bytes())
+    for name in files:
+        status = (folder / name).stat()
+        digest.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
