@@ -34,7 +34,13 @@ def page(text: str) -> str:
 
 
 def _families() -> Iterator[str]:
-    yield f"Layouts: {', '.join(parity.SPLITS)}.\n"
+    kinds: dict[str, list[str]] = {"of tensors": [], "of pipelines": [], "of experts": []}
+    for name, split in parity.SPLITS.items():
+        of_experts = any(field.startswith("expert") for field in split.parallel)
+        kind = "experts" if of_experts else "pipelines" if "pipeline" in split.parallel else "tensors"
+        kinds[f"of {kind}"].append(name)
+    yield from (f"- Layouts {kind}: {', '.join(names)}" for kind, names in kinds.items())
+    yield ""
     yield "| family | `model_type` | checkpoint's class | refused layouts | presets |"
     yield "|---|---|---|---|---|"
     for family in BUILT_IN:
