@@ -31,7 +31,10 @@ class Architecture:
     vocab: int
     positions: int
     tied: bool
-    eps: float  # epsilon of the norms
+    value_dim: int  # of a head's values
+    q_rank: int  # of the latent that queries are made from; 0: they are projected from hidden states
+    kv_rank: int  # of the latent that all keys and values are made from; 0: they are projected
+    eps: float  # epsilon of the norms, but of latents'
     rope_theta: float
     rotary: int  # dimensions of a head that rotate
     interleaved: bool  # whether neighbouring dimensions rotate together
@@ -53,7 +56,8 @@ class Architecture:
     def sizes(self, layer: int | None = None) -> dict[str, int]:
         """The sizes that shapes of tensors are made of, by the names that a family's parts use: of a layer, or outside of layers.
 
-        `q` and `kv`: all heads together. A size of 0 says that the layer has no such part.
+        `q` and `kv`: all heads together; `attended`: values' heads. `kv_down`: a token's latent and the part of its keys that
+        rotates; `kv_up`: the rest of keys, and values, of all heads. A size of 0 says that the layer has no such part.
         """
         mixture = layer in self.expert_layers
         return {
@@ -62,6 +66,12 @@ class Architecture:
             "q": self.heads * self.head_dim,
             "kv": self.kv_heads * self.head_dim,
             "head_dim": self.head_dim,
+            "attended": self.heads * self.value_dim,
+            "q_rank": self.q_rank,
+            "q_direct": 0 if self.q_rank else self.heads * self.head_dim,
+            "kv_rank": self.kv_rank,
+            "kv_down": self.kv_rank + self.rotary,
+            "kv_up": self.heads * (self.head_dim - self.rotary + self.value_dim),
             "ffn": 0 if mixture else self.ffn,
             "gate_up": 0 if mixture else 2 * self.ffn,
             "expert_ffn": self.expert_ffn if mixture else 0,
@@ -112,18 +122,29 @@ class Architecture:
         pairs = sum(
             tokens**2 - max(0, tokens - window) ** 2 if window else tokens**2 for window in self.windows
         )
-        scores = self.heads * self.head_dim * pairs
-        return 2 * (tokens * self.products + scores)
+        scores = self.heads * (self.head_dim + self.value_dim) * pairs
+        return 2 * tokens * self.products + scores
 
-    def kv_bytes(self, bytes_each: int) -> int:
-        """Bytes of KV cache a token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_each
+    @property
+    def score_factor(self) -> float | None:
+        """Factor of the attention scores; None: one over the root of a head's width."""
+        if not self.kv_rank:
+            return None
+        return 1 / math.sqrt(self.head_dim) * (self.rope_scaling.score_factor if self.rope_scaling else 1.0)
+
+    def kv_bytes(self, bytes_each: int, devices: int, *, latents: bool) -> int:
+        """Bytes of KV cache a token, on each device of an engine. latents: whether it caches these, whole on each device."""
+        if self.kv_rank and latents:
+            return self.layers * (self.kv_rank + self.rotary) * bytes_each
+        heads = -(-self.kv_heads // devices)
+        return self.layers * heads * (self.head_dim + self.value_dim) * bytes_each
 
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
     """The sizes in a config.json that was read by `read_hf_config`."""
     family, experts = family_named(hf["model_type"]), hf.get("n_routed_experts", hf.get("num_experts", 0))
     mixtures = expert_layers(hf) if experts else ()
+    head_dim = hf.get("qk_head_dim", hf["head_dim"])
     return Architecture(
         family=family.name,
         layers=hf["num_hidden_layers"],
@@ -131,14 +152,17 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         ffn=hf["intermediate_size"],
         heads=hf["num_attention_heads"],
         kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
+        head_dim=head_dim,
+        value_dim=hf.get("v_head_dim", head_dim),
+        q_rank=hf.get("q_lora_rank") or 0,
+        kv_rank=hf.get("kv_lora_rank", 0),
         vocab=hf["vocab_size"],
         positions=hf["max_position_embeddings"],
         tied=hf["tie_word_embeddings"],
         eps=hf["rms_norm_eps"],
         rope_theta=hf["rope_theta"],
-        rotary=int(hf["head_dim"] * hf.get("partial_rotary_factor", 1.0)),
-        interleaved=family.interleaved,
+        rotary=hf.get("qk_rope_head_dim", int(head_dim * hf.get("partial_rotary_factor", 1.0))),
+        interleaved=hf.get("rope_interleave", family.interleaved),
         windows=tuple(hf.get("windows") or [0] * hf["num_hidden_layers"]),
         rope_scaling=_scaling(hf.get("rope_scaling")),
         experts=experts if mixtures else 0,
@@ -150,7 +174,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         norm_topk=bool(mixtures) and hf["norm_topk_prob"],
         routing=_routing(hf) if mixtures else None,
         qkv_bias=hf.get("attention_bias", family.has("linear_qkv.bias")),
-        qk_norm=family.has("q_layernorm.weight"),
+        qk_norm=family.has(".k_layernorm.weight"),
         branch_norms=family.has("post_mlp_layernorm.weight"),
         further_layers=hf.get("num_nextn_predict_layers", 0),
     )

@@ -90,13 +90,14 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         name = next((name for name in names if name in family.keys), None)
         if name and alias in renamed:
             value = renamed.pop(alias)
-            if renamed.setdefault(name, value) != value:
+            # 1 is not true
+            if json_text(renamed.setdefault(name, value)) != json_text(value):
                 refuse(alias, value, f"{name} says {renamed[name]!r}")
     _check_bound(renamed, family, refuse)
     values: dict[str, Any] = {"model_type": family.name}
     for key, rule in family.keys.items():
         values[key] = _value(renamed, key, rule, values, where, refuse)
-    values |= rotary(renamed, refuse, family.rotary_part)
+    values |= rotary(renamed, refuse, family.rotary_part, latent="kv_lora_rank" in family.keys)
     if family.windows:
         values["windows"] = windows(renamed, family.windows, values["num_hidden_layers"], refuse)
     _check_sizes(values, refuse)
@@ -163,6 +164,18 @@ def _check_sizes(values: Mapping[str, Any], refuse: Any) -> None:
     turning = values["head_dim"] * (part := values.get("partial_rotary_factor", 1.0))
     if part > 1 or turning < 2 or int(turning) % 2:
         refuse("partial_rotary_factor", part, "an even number of a head's dimensions must rotate", WHOLE)
+    if "kv_lora_rank" in values:
+        if heads != kv_heads:
+            refuse(
+                "num_key_value_heads",
+                kv_heads,
+                f"latent attention has as many as query heads, {heads}",
+                WHOLE,
+            )
+        rotating, whole = values["qk_rope_head_dim"], values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+        for key, meant in (("head_dim", rotating), ("qk_head_dim", whole)):
+            if values[key] != meant:
+                refuse(key, values[key], f"the sizes of its parts make it {meant}", WHOLE)
     experts_key = next((key for key in ("num_experts", "n_routed_experts") if key in values), None)
     if experts_key:
         _check_experts(values, values[experts_key], refuse)

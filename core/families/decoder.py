@@ -71,6 +71,14 @@ def bound_but(*keys: str) -> dict[str, Bound]:
     return {key: rule for key, rule in BOUND.items() if key not in keys}
 
 
+def _rotating(sizes: Mapping[str, Any]) -> Any:
+    return sizes["qk_rope_head_dim"]
+
+
+def _latent_head(sizes: Mapping[str, Any]) -> Any:
+    return sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+
+
 # of Qwen's mixtures of experts
 EXPERT_SIZES = {
     "num_key_value_heads": Honoured(int),
@@ -83,6 +91,37 @@ EXPERT_SIZES = {
     "decoder_sparse_step": Honoured(int, absent=1),
     "mlp_only_layers": Honoured(list, absent=[], null=[], allows=_layer_numbers),
 }
+# of routers that take sigmoids
+SIGMOID_EXPERTS = {
+    "n_routed_experts": Honoured(int),
+    "n_shared_experts": Honoured(int),
+    "num_experts_per_tok": Honoured(int),
+    "moe_intermediate_size": Honoured(int),
+    "norm_topk_prob": Honoured(bool),
+    "routed_scaling_factor": Honoured(float),
+    "n_group": Honoured(int),
+    "topk_group": Honoured(int),
+}
+SIGMOID_BOUND = {
+    "scoring_func": Bound(("sigmoid",)),
+    "topk_method": Bound(("noaux_tc",)),
+    "moe_layer_freq": Bound((1,)),
+}
+FURTHER_LAYERS = {"num_nextn_predict_layers": Honoured(int, absent=0, null=0, least=0)}
+# of latent attention; head_dim says what rotates of a head
+LATENT_SIZES = {
+    "num_key_value_heads": Honoured(int, absent=same_as_heads, null=same_as_heads),
+    "q_lora_rank": Honoured(int, null=None),
+    "kv_lora_rank": Honoured(int),
+    "qk_nope_head_dim": Honoured(int),
+    "qk_rope_head_dim": Honoured(int),
+    "qk_head_dim": Honoured(int, absent=_latent_head),
+    "head_dim": Honoured(int, absent=_rotating),
+    "v_head_dim": Honoured(int),
+    "rope_interleave": Honoured(bool, absent=True),
+}
+# of the norms of latents: Hugging Face's and DeepSeek's classes take no other, whatever rms_norm_eps says
+LATENT_EPS = 1e-6
 ROUTER_LOSSES = {"output_router_logits", "router_aux_loss_coef"}  # trainer.megatron sets the losses
 
 _NOTES = """
@@ -150,6 +189,22 @@ QK_NORM = tuple(
         {f"{_AT}.self_attn.{name}_norm.weight": ("head_dim",)},
     )
     for name in "qk"
+)
+
+
+# megatron's names; the down projections are whole on each rank
+LATENT_ATTENTION = tuple(
+    ModelPart(f"{_IN}.self_attention.{name}.weight", {f"{_AT}.self_attn.{stored}.weight": shape}, split)
+    for name, stored, shape, split in (
+        ("linear_q_proj", "q_proj", ("q_direct", "hidden"), 0),
+        ("linear_q_down_proj", "q_a_proj", ("q_rank", "hidden"), None),
+        ("q_layernorm", "q_a_layernorm", ("q_rank",), None),
+        ("linear_q_up_proj", "q_b_proj", ("q", "q_rank"), 0),
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa", ("kv_down", "hidden"), None),
+        ("kv_layernorm", "kv_a_layernorm", ("kv_rank",), None),
+        ("linear_kv_up_proj", "kv_b_proj", ("kv_up", "kv_rank"), 0),
+        ("linear_proj", "o_proj", ("hidden", "attended"), 1),
+    )
 )
 
 

@@ -19,6 +19,11 @@ class RotaryScaling(Protocol):
         """Factor of the table's cosines and sines; its square is a factor of the attention scores."""
         ...
 
+    @property
+    def score_factor(self) -> float:
+        """A further factor of the attention scores, of whole heads: also of what does not rotate."""
+        ...
+
     def scaled(self, frequencies: Any, theta: float) -> Any:
         """The scaled frequencies, radians a position, from those of a base theta."""
         ...
@@ -30,7 +35,7 @@ class LinearScaling:
 
     factor: float
 
-    table_factor = 1.0
+    table_factor = score_factor = 1.0
 
     def scaled(self, frequencies: Any, theta: float) -> Any:
         """See RotaryScaling."""
@@ -51,7 +56,7 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: float
 
-    table_factor = 1.0
+    table_factor = score_factor = 1.0
 
     def scaled(self, frequencies: Any, theta: float) -> Any:
         """See RotaryScaling."""
@@ -66,17 +71,28 @@ class YarnScaling:
 
     A wave that fits `beta_fast` times and more into the original positions stays, one that fits `beta_slow` times becomes
     `factor` (at least 1) times as long. The ends of the ramp are whole dimensions. Attention scores grow with the square of 0.1 ln(factor) + 1.
+    DeepSeek weighs the logarithm, by `mscale` where heads rotate and by `mscale_all_dim` in whole heads.
     """
 
     factor: float
     original_max_position_embeddings: float
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
     @property
     def table_factor(self) -> float:
         """See RotaryScaling; equation 22 of the paper."""
-        return 0.1 * math.log(self.factor) + 1
+        return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """See RotaryScaling."""
+        return self._grown(self.mscale_all_dim) ** 2
+
+    def _grown(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1
 
     def scaled(self, frequencies: Any, theta: float) -> Any:
         """See RotaryScaling."""

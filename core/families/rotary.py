@@ -13,17 +13,20 @@ from typing import Any, NoReturn
 from millrace.core.families.rope_scaling import KINDS, Llama3Scaling, YarnScaling
 
 ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")  # keys that are read here
+OF_LATENTS = {"mscale", "mscale_all_dim"}  # of YaRN; SGLang reads them for latent attention alone
 DEFAULT_THETA = 10000.0  # transformers' own, for every family here
 
 Refuse = Callable[[str, Any, str], NoReturn]
 """Raises the error for a key, its value and what is wrong with it."""
 
 
-def rotary(config: Mapping[str, Any], refuse: Refuse, part: float | None = None) -> dict[str, Any]:
+def rotary(
+    config: Mapping[str, Any], refuse: Refuse, part: float | None = None, *, latent: bool = False
+) -> dict[str, Any]:
     """rope_theta, the base, and rope_scaling: its kind as rope_type with the fields of that kind, or None.
 
     `part`: the family's partial_rotary_factor if the key is missing, which is then in the result too; None: only whole heads.
-    Calls `refuse` for a scaling of another kind, and for an ambiguous embedding.
+    latent: whether only a part of each head, beside a latent one, rotates. Calls `refuse` for a scaling of another kind, and for an ambiguous embedding.
     """
     name, inner = _parameters(config, refuse)
     kinds = {f"{name}.{key}": inner.pop(key) for key in ("rope_type", "type") if key in inner}
@@ -37,7 +40,7 @@ def rotary(config: Mapping[str, Any], refuse: Refuse, part: float | None = None)
         refuse("partial_rotary_factor", partial, "in this family only whole heads rotate")
     scaling: dict[str, Any] = {}
     if kind in KINDS:
-        scaling = _scaling(kind, name, inner, refuse)
+        scaling = _scaling(kind, name, inner, refuse, latent)
     for key, value in inner.items():
         refuse(f"{name}.{key}", value, f"a {kind} rotary embedding has no such parameter")
     theta = DEFAULT_THETA if theta is None else _number("rope_theta", theta, refuse)
@@ -47,13 +50,19 @@ def rotary(config: Mapping[str, Any], refuse: Refuse, part: float | None = None)
     return read
 
 
-def _scaling(kind: str, name: str, inner: dict[str, Any], refuse: Refuse) -> dict[str, float]:
+def _scaling(kind: str, name: str, inner: dict[str, Any], refuse: Refuse, latent: bool) -> dict[str, float]:
     """Takes the fields of a kind of scaling out of a mapping."""
     scaling = {
         field.name: _number(f"{name}.{field.name}", inner.pop(field.name, None), refuse)
         for field in fields(KINDS[kind])
-        if field.name in inner or field.default is MISSING
+        if (field.name in inner and (latent or field.name not in OF_LATENTS)) or field.default is MISSING
     }
+    if len(alone := OF_LATENTS & set(scaling)) == 1:
+        refuse(
+            f"{name}.{min(alone)}",
+            scaling[min(alone)],
+            "engines differ in what it means without the other one",
+        )
     made = KINDS[kind](**scaling)
     if isinstance(made, Llama3Scaling) and not made.low_freq_factor < made.high_freq_factor:
         refuse(f"{name}.high_freq_factor", made.high_freq_factor, "it must be above low_freq_factor")

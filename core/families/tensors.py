@@ -108,7 +108,9 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
                 f"tensor {name} in {tensor.file} has shape {list(tensor.shape)}, the model has {list(known)}"
             )
             raise ConfigError(reason, where=where, remedy=FAMILY)
-    for name in shapes:
+    # without it a layer of the model itself, left out by a wrong number of layers, would pass for one after the last
+    marks = {f"{found.group()}eh_proj.weight" for found in map(further.match, stored) if found}
+    for name in (*shapes, *sorted(marks)):
         if name not in stored:
             raise ConfigError(f"tensor {name} is missing", where=where, remedy=FAMILY)
     if arch.tied and HEAD in stored and not _equal(Path(folder), stored[HEAD], stored[EMBEDDING]):

@@ -18,7 +18,7 @@ from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import resolved
 from millrace.core.families.decoder import EMBEDDING, HEAD
 from millrace.core.families.registry import BUILT_IN
-from millrace.core.families.tensors import INDEX, tensor_shapes, weight_tensors
+from millrace.core.families.tensors import INDEX, kept_tensors, tensor_shapes, weight_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 10,
@@ -31,6 +31,23 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 16,
 }
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 4}
+LATENT = {
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "q_lora_rank": 5,
+    "kv_lora_rank": 3,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 7,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "n_group": 1,
+    "topk_group": 1,
+}
 OTHER_TYPES = {  # how a quantised or wrongly converted tensor is stored
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
@@ -311,6 +328,210 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "DeepSeek-V3, not quantised": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+    "Kimi-K2-Instruct, not quantised": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 131072,
+        "model_type": "kimi_k2",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.48.3",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+    "Moonlight-16B-A3B": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 11264,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 8192,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 0,
+        "pretraining_tp": 1,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": [154820, 154827, 154829],
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 202752,
+        "model_type": "glm4_moe_lite",
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 20,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 47,
+        "num_key_value_heads": 20,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 154820,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "transformers_version": "5.0.0rc0",
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
 }
 
 
@@ -327,11 +548,15 @@ def test_published_configs_are_read(name: str) -> None:
     )
     assert (
         found.head_dim == published["hidden_size"] // published["num_attention_heads"]
-        or "head_dim" in published
+        or {"head_dim", "qk_nope_head_dim"} & published.keys()
     )
 
 
-PARAMETERS = {  # published, in all digits
+PARAMETERS = {  # published, in all digits; without layers that predict further tokens
+    "DeepSeek-V3, not quantised": 671_026_419_200,
+    "Kimi-K2-Instruct, not quantised": 1_026_408_232_448,
+    "Moonlight-16B-A3B": 15_960_110_208,  # its page counts 64 more a layer
+    "GLM-4.7-Flash": 29_943_393_920,
     "GLM-4-9B-0414": 9_400_279_040,
     "GLM-Z1-32B-0414": 32_566_081_536,
     "Llama-3-8B": 8_030_261_248,
@@ -404,7 +629,14 @@ def test_windows_that_no_layer_here_has_are_refused(name: str, key: str, value: 
 
 def shape_of(family: str, tied: bool = False, **more: Any) -> Any:
     shared = {**EXPERTS, "shared_expert_intermediate_size": 6}
-    own: dict[str, Any] = {"qwen3_moe": EXPERTS, "qwen2_moe": shared, "mistral": {"sliding_window": None}}
+    own: dict[str, Any] = {
+        "qwen3_moe": EXPERTS,
+        "qwen2_moe": shared,
+        "mistral": {"sliding_window": None},
+        "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
+        "kimi_k2": {**LATENT, "first_k_dense_replace": 1, "q_lora_rank": None},
+        "glm4_moe_lite": LATENT,
+    }
     config = {"model_type": family, "tie_word_embeddings": tied, **SIZES, **own.get(family, {}), **more}
     return architecture(resolved(config, "test"))
 
@@ -477,6 +709,54 @@ def test_a_tensor_that_no_parameter_takes_is_named(tmp_path: Path, family: str, 
     error = refusal(tmp_path, {**drawn(tensor_shapes(shape)), **EXTRA[name]()}, shape)
     assert error is not None
     assert name in error.reason
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_layers_that_predict_further_tokens_are_kept_if_the_config_names_them(
+    tmp_path: Path, family: str
+) -> None:
+    """Also without a shape of their own here; a layer after them belongs to nobody."""
+    tensors = drawn(tensor_shapes(shape_of(family)))
+    further = {
+        f"model.layers.2.{name}": torch.ones(3) for name in ("eh_proj.weight", "shared_head.norm.weight")
+    }
+    assert refusal(tmp_path, {**tensors, **further}, shape_of(family)) is not None
+    shape = shape_of(family, num_nextn_predict_layers=1)
+    assert refusal(tmp_path, {**tensors, **further}, shape) is None
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert kept_tensors(str(tmp_path), shape).keys() == {bias, *further}
+    for name in ("model.layers.3.eh_proj.weight", "model.layers.2.input_layernorm.weight"):
+        assert refusal(tmp_path, {**tensors, name: torch.ones(3)}, shape) is not None
+    assert refusal(tmp_path, tensors, shape) is None
+
+
+# the key that is named, and what else the file says
+CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("n_group", {"n_group": 3}),
+    ("n_group", {"n_group": 4, "topk_group": 4}),
+    ("topk_group", {"topk_group": 2}),
+    ("num_experts_per_tok", {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}),
+    ("num_key_value_heads", {"num_key_value_heads": 1}),
+    ("head_dim", {"head_dim": 4}),
+    ("qk_head_dim", {"qk_head_dim": 6}),
+    ("scoring_func", {"scoring_func": "softmax"}),
+    ("topk_method", {"topk_method": "greedy"}),
+    (
+        "rope_scaling.mscale",
+        {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 8, "mscale": 0.5}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "said"), CONTRADICTIONS)
+def test_sizes_that_contradict_each_other_are_named(key: str, said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"config.json: {key} = "):
+        shape_of("deepseek_v3", **said)
+
+
+def test_kinds_of_layers_are_as_many_as_layers() -> None:
+    with pytest.raises(ConfigError, match="config.json: mlp_layer_types = .*: there are 2 layers"):
+        shape_of("glm4_moe_lite", mlp_layer_types=["dense"])
 
 
 def test_biases_of_queries_keys_and_values_belong_to_the_families_that_have_them(tmp_path: Path) -> None:

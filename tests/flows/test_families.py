@@ -41,5 +41,6 @@ def test_a_family_is_trained_by_whole_runs(workplace: Workplace, tmp_path: Path,
     assert [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(first.items())] == [
         (name, tensor.shape, tensor.dtype) for name, tensor in sorted(last.items())
     ]
-    assert all(not torch.equal(first[name], last[name]) for name in first)
+    fixed = {name for name in first if name.endswith("e_score_correction_bias")}
+    assert {name for name in first if torch.equal(first[name], last[name])} == fixed
     AutoModelForCausalLM.from_pretrained(run / "exports" / "000003")

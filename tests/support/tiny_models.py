@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,46 @@ CLASSES = {
     "qwen2_moe": "Qwen2Moe",
     "llama": "Llama",
     "mistral": "Mistral",
+    "deepseek_v3": "DeepseekV3",
+    "kimi_k2": "DeepseekV3",
+    "glm4_moe_lite": "Glm4MoeLite",
     "glm4": "Glm4",
 }
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def know_kimi() -> None:
+    """Have transformers take Kimi K2 as the DeepSeek-V3 that it is: its own class is remote code."""
+    import transformers
+    from transformers import conversion_mapping as conversion
+
+    if "kimi_k2" in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        return
+    config = type("KimiConfig", (transformers.DeepseekV3Config,), {"model_type": "kimi_k2"})
+    model = type("KimiForCausalLM", (transformers.DeepseekV3ForCausalLM,), {"config_class": config})
+    transformers.AutoConfig.register("kimi_k2", config)
+    transformers.AutoModelForCausalLM.register(config, model)
+    of_deepseek = conversion.get_checkpoint_conversion_mapping("deepseek_v3")
+    conversion.register_checkpoint_conversion_mapping("kimi_k2", of_deepseek)
 
 
 def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Path:
@@ -62,6 +101,15 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         }
     if family == "mistral":
         values |= {"sliding_window": None}
+    if family in ("deepseek_v3", "kimi_k2", "glm4_moe_lite"):
+        values |= LATENT
+    if family == "deepseek_v3":
+        # groups of which the best two experts count, where megatron takes another number of them
+        values |= {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+    if family == "kimi_k2":
+        values |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "v_head_dim": 18}
+    if family == "glm4_moe_lite":
+        values |= {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False}
     config = getattr(transformers, f"{CLASSES[family]}Config")(**{**values, **changes})
     torch.manual_seed(1)
     made = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
@@ -69,5 +117,12 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         for parameter in made.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.02 * torch.randn_like(buffer))  # scores differ by as much
     made.save_pretrained(folder)
+    if family == "kimi_k2":
+        know_kimi()
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | {"model_type": family}))
     return folder

@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
-from millrace.core.families.decoder import EMBEDDING, HEAD
+from millrace.core.families.decoder import EMBEDDING, HEAD, LATENT_EPS
 from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.tensors import stored_names, tensor_shapes
 
@@ -34,6 +34,12 @@ LAYER = {
     "k_norm": "self_attention.k_layernorm.weight",
     "attended_norm": "post_self_attn_layernorm.weight",
     "fed_norm": "post_mlp_layernorm.weight",
+    "q_direct": "self_attention.linear_q_proj.weight",
+    "q_down": "self_attention.linear_q_down_proj.weight",
+    "q_up": "self_attention.linear_q_up_proj.weight",
+    "kv_down": "self_attention.linear_kv_down_proj.weight",
+    "kv_norm": "self_attention.kv_layernorm.weight",
+    "kv_up": "self_attention.linear_kv_up_proj.weight",
 }
 FIELD = "model_path"  # the field that names a folder, for messages
 
@@ -109,13 +115,13 @@ class Weights:
 
 
 class Cache:
-    """Keys and values by layer and slot: [slots, kv_heads, capacity, head_dim] each."""
+    """Keys and values by layer and slot: [slots, kv_heads, capacity, head_dim or value_dim] each, also of latent attention."""
 
     def __init__(self, shape: Architecture, slots: int, capacity: int, dtype: torch.dtype) -> None:
         self.capacity = capacity
-        size = (slots, shape.kv_heads, capacity, shape.head_dim)
-        self.keys = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
-        self.values = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
+        size, layers = (slots, shape.kv_heads, capacity), range(shape.layers)
+        self.keys = [torch.zeros(*size, shape.head_dim, dtype=dtype) for _ in layers]
+        self.values = [torch.zeros(*size, shape.value_dim, dtype=dtype) for _ in layers]
 
     def clear(self, slot: int, start: int) -> None:
         """Set a slot's positions from `start` on to 0: they are masked with weight 0, but 0 times a leftover NaN is NaN."""
@@ -165,14 +171,15 @@ class Decoder:
         cached: list[tuple[Tensor, Tensor]] = []
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.view(batch, length, -1, self.shape.head_dim).transpose(1, 2) for x in (q, k, v))
+            q, k, v = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v))
             q, k = (_rotate(x, cos, sin, self.shape.interleaved) for x in (q, k))
             cached.append((k, v))
             mask, window = None, self.shape.windows[number]
             if 0 < window < length:
                 mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+            scale = self.shape.score_factor
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
             return out.transpose(1, 2).reshape(batch * length, -1)
 
@@ -190,13 +197,14 @@ class Decoder:
         slots = torch.arange(count)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.view(count, -1, 1, self.shape.head_dim) for x in (q, k, v))
+            q, k, v = (x[:, :, None] for x in (q, k, v))
             q, k = (_rotate(x, cos, sin, self.shape.interleaved) for x in (q, k))
             keys, values = cache.keys[number], cache.values[number]
             keys[slots, :, positions] = k[:, :, 0]
             values[slots, :, positions] = v[:, :, 0]
             mask = (distances >= 0) & (distances < (self.shape.windows[number] or span))
-            out = _attend_one(q, keys[:count, :, :span], values[:count, :, :span], mask)
+            scale = self.shape.score_factor
+            out = _attend_one(q, keys[:count, :, :span], values[:count, :, :span], mask, scale)
             return out.reshape(count, -1)
 
         return self._layers(self.weights.embedding[tokens], attend)
@@ -208,13 +216,9 @@ class Decoder:
 
     def _layers(self, x: Tensor, attend: Any) -> Tensor:
         s = self.shape
-        sizes = [s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim]
         for number, layer in enumerate(self.weights.layers):
             normed = _norm(x, layer["norm1"], s.eps)
-            q, k, v = F.linear(normed, layer["qkv"], layer["bias"]).split(sizes, dim=-1)
-            if layer["q_norm"] is not None:
-                q = _norm(q.unflatten(-1, (s.heads, s.head_dim)), layer["q_norm"], s.eps).flatten(-2)
-                k = _norm(k.unflatten(-1, (s.kv_heads, s.head_dim)), layer["k_norm"], s.eps).flatten(-2)
+            q, k, v = self._heads_of_latents(normed, layer) if s.kv_rank else self._heads(normed, layer)
             attended = F.linear(attend(number, q, k, v), layer["o"])
             if s.branch_norms:
                 attended = _norm(attended, layer["attended_norm"], s.eps)
@@ -226,6 +230,30 @@ class Decoder:
                 fed = _norm(fed, layer["fed_norm"], s.eps)
             x = x + fed
         return _norm(x, self.weights.norm, s.eps)
+
+    def _heads(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [M, heads, d] of hidden states [M, H]."""
+        s = self.shape
+        heads = F.linear(x, layer["qkv"], layer["bias"]).unflatten(-1, (-1, s.head_dim))
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+        if layer["q_norm"] is not None:
+            q, k = _norm(q, layer["q_norm"], s.eps), _norm(k, layer["k_norm"], s.eps)
+        return q, k, v
+
+    def _heads_of_latents(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of latent attention. What rotates comes first in a head, which changes no score."""
+        s = self.shape
+        if s.q_rank:
+            q = F.linear(_norm(F.linear(x, layer["q_down"]), layer["q_norm"], LATENT_EPS), layer["q_up"])
+        else:
+            q = F.linear(x, layer["q_direct"])
+        latent, position = F.linear(x, layer["kv_down"]).split([s.kv_rank, s.rotary], dim=-1)
+        both = F.linear(_norm(latent, layer["kv_norm"], LATENT_EPS), layer["kv_up"]).unflatten(
+            -1, (s.heads, -1)
+        )
+        k, v = both.split([s.head_dim - s.rotary, s.value_dim], dim=-1)
+        k = torch.cat([position[:, None].expand(-1, s.heads, -1), k], dim=-1)
+        return q.unflatten(-1, (s.heads, -1)).roll(s.rotary, -1), k, v
 
     def _experts(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
         """Mixture of experts. Each expert's rows are padded, so that results do not depend on other rows that chose it."""
@@ -283,12 +311,14 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Attention of one query per slot, q [M, heads, 1, d]. Uses plain products: fused kernels split the work among threads
     so that the last bits change with the number of slots."""
     count, heads, _, width = q.shape
     kv_heads = keys.shape[1]
-    scores = q.view(count, kv_heads, heads // kv_heads, width) @ keys.transpose(-1, -2) * width**-0.5
+    scores = (
+        q.view(count, kv_heads, heads // kv_heads, width) @ keys.transpose(-1, -2) * (scale or width**-0.5)
+    )
     weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
     attended: Tensor = weights @ values
     return attended

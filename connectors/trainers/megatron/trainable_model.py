@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel, RankModel, build_model
-from millrace.connectors.trainers.megatron.model.sigmoid_router import SigmoidRouter
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.connectors.trainers.megatron.optim.optimizer import make_optimizer, make_schedule, wrap
 from millrace.connectors.trainers.megatron.optim.parameter_state import (
@@ -42,9 +41,6 @@ def model_from_hf(
     inner = build_model(config, hf, kind).to(device)
     if config.dtype == "bfloat16":
         inner.bfloat16()
-        for part in inner.modules():
-            if isinstance(part, SigmoidRouter):
-                part.keep_bias_exact()
     load_hf(inner, folder, hf, field)
     return inner
 

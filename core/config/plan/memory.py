@@ -178,7 +178,7 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
         MemoryPart(f"weights, {config.dtype}", shape.parameters * width // devices),
         MemoryPart(
             f"KV cache of {tokens} tokens{waits}",
-            tokens * shape.kv_bytes(width) // min(devices, shape.kv_heads),
+            tokens * shape.kv_bytes(width, devices, latents=layout.engine_kind.name != "embedded"),
         ),
     ]
 

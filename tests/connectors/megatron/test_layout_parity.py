@@ -82,7 +82,13 @@ NO_EXPERTS = {
     for field in each.parallel
     if field.startswith("expert") and not _family(kind).has("router.weight")
 }
-REFUSED: dict[tuple[str, str], tuple[str, str]] = {**NO_EXPERTS}
+KEY_HEADS = {
+    (kind, split): ("model.path", "latent attention has as many as query heads")
+    for kind in KINDS
+    for split, each in SPLITS.items()
+    if "num_key_value_heads" in each.model and _family(kind).has("linear_kv_up_proj.weight")
+}
+REFUSED: dict[tuple[str, str], tuple[str, str]] = {**NO_EXPERTS, **KEY_HEADS}
 CELLS = [(kind, split) for kind in KINDS for split in SPLITS]
 USUAL = [  # others are slow
     ("qwen3", "tp2 of one key head"),
@@ -347,6 +353,9 @@ ALWAYS = {  # each layout and each case once
     *((kind, "tp2", case) for kind in ("qwen3", "qwen3_moe") for case in (*ANY_MODEL, *EXPERTS)),
     ("qwen2_moe", "tp2", "all of it"),
     ("qwen3_moe, first layer dense", "pp2", "all of it"),
+    ("deepseek_v3", "tp2", "temperature 0.6"),
+    ("kimi_k2", "pp2", "temperature 0.6"),
+    ("glm4_moe_lite", "ep2", "temperature 0.6"),
 }
 
 

@@ -61,10 +61,14 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackBounds | None = None,
     ) -> Tensor:
-        """query [T, heads, d], key and value [T, kv_heads, d] of this rank -> [T, heads * d]."""
+        """query [T, heads, d], key [T, kv_heads, d], value [T, kv_heads, dv] of this rank -> [T, heads * dv]."""
         assert packed_seq_params is not None, "only packed sequences are supported"
         bounds = tuple(packed_seq_params.bounds)
-        size = self.cp_group.size()
+        size, width = self.cp_group.size(), value.shape[-1]
+        if query.shape[-1] != width and (size > 1 or query.is_cuda):
+            # kernels, and exchanges of all three together, want one width; zeros change no score
+            widest = max(width, query.shape[-1])
+            query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
         if size == 1:
             out = self._attend(query, key, value, packed_seq_params)
         elif self.by_heads:
@@ -76,7 +80,7 @@ class PackedAttention(torch.nn.Module):
             value = gather_sequences(value, bounds, self.cp_group)
             rank = self.cp_group.rank()
             out = _attend_zigzag(query, key, value, self.scale, self.window, bounds, size, rank)
-        return out.reshape(out.shape[0], -1)
+        return out[..., :width].reshape(out.shape[0], -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackBounds) -> Tensor:
         """Attention within whole sequences: [T, heads, d] -> [T, heads, d]."""

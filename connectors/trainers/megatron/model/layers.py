@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -125,11 +125,15 @@ class GatedSilu(MegatronModule):
         drop(out, partial(fused.gated_silu, x), before)
 
 
-class PackedSelfAttention(SelfAttention):
-    """Self-attention over a pack, with split, norms and rotary positions of the heads in one pass.
+class OverPacks(Attention):
+    """The forward pass of self-attention over a pack; a subclass makes the heads.
 
     `rotary_pos_emb` holds the cosines and sines of this rank's tokens [2, T, d / 2], computed by PolicyModel.
     """
+
+    def heads(self, hidden_states: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, heads, d], keys [T, groups, d] and values [T, groups, dv] of [T, 1, H]."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -142,7 +146,7 @@ class PackedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] -> [T, 1, H], and the projection's bias."""
         assert rotary_pos_emb is not None, "only rotary positions are supported"
-        query, key, value = self._heads(hidden_states, rotary_pos_emb)
+        query, key, value = self.heads(hidden_states, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(
                 query, key, value, attention_mask,
@@ -153,7 +157,12 @@ class PackedSelfAttention(SelfAttention):
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(out.reshape(out.shape[0], 1, -1))
         return projected
 
-    def _heads(self, hidden_states: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+
+class PackedSelfAttention(OverPacks, SelfAttention):
+    """Self-attention over a pack, with split, norms and rotary positions of the heads in one pass."""
+
+    def heads(self, hidden_states: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See OverPacks."""
         groups, tensor = self.config.num_query_groups, self.config.tensor_model_parallel_size
         if groups < tensor:  # a group's heads are on several ranks, and megatron gathers them
             query, key, value = self.get_query_key_value_tensors(hidden_states)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
 from millrace.connectors.trainers.megatron.model.fused import rotary_table
+from millrace.connectors.trainers.megatron.model.latent_attention import PackedLatentAttention
 from millrace.connectors.trainers.megatron.model.layers import (
     BranchNormLayer,
     GatedSilu,
@@ -125,7 +126,7 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     tc, arch = transformer_config(config, hf), architecture(hf)
     options = moe_losses(config.trainer.megatron)
     losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
-    router = partial(LossRouter, losses) if losses else partial(SigmoidRouter, arch) if arch.routing else None
+    router = partial(LossRouter, losses) if losses else SigmoidRouter if arch.routing else None
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size()
     numbers = [None] if virtual is None else list(range(virtual))
     return RankModel([_stage(tc, arch, kind, router, losses, number) for number in numbers])
@@ -182,11 +183,12 @@ def _layer_spec(tc: TransformerConfig, arch: Architecture, mixture: bool, router
         num_experts=tc.num_moe_experts if mixture else None,
         moe_grouped_gemm=False,
         qk_layernorm=tc.qk_layernorm,
+        multi_latent_attention=arch.kv_rank > 0,
         normalization="RMSNorm",
     )
     spec.module = BranchNormLayer if arch.branch_norms else PackedLayer
     layer = spec.submodules
-    layer.self_attention.module = PackedSelfAttention
+    layer.self_attention.module = PackedLatentAttention if arch.kv_rank else PackedSelfAttention
     feed_forward = submodules_of(layer.mlp)
     experts_or_dense = submodules_of(feed_forward.experts) if mixture else feed_forward
     experts_or_dense.activation_func = GatedSilu

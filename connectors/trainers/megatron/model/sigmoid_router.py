@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from millrace.core.families.architecture import Architecture
@@ -18,18 +17,20 @@ from millrace.core.families.architecture import Architecture
 class SigmoidRouter(TopKRouter):
     """A router whose bias is read from the checkpoint and never changes."""
 
-    def __init__(
-        self, arch: Architecture, *, config: TransformerConfig, pg_collection: Any, **more: Any
-    ) -> None:
+    def __init__(self, *, config: Any, pg_collection: Any, **more: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **more)
+        arch: Architecture = config.arch
         assert arch.routing is not None
         self.scores, self.normalised = arch.routing, arch.norm_topk
         bias = torch.full((arch.experts,), torch.nan, device=self.weight.device)
         self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
-    def keep_bias_exact(self) -> None:
-        """Undo a cast of the model for the bias, which must not be loaded yet."""
-        self.expert_bias.data = self.expert_bias.data.float()
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # casts of a model, megatron's among them, must not round the bias: other experts would be chosen
+        exact = self.expert_bias.data
+        super()._apply(fn, recurse)
+        self.expert_bias.data = exact.to(self.expert_bias.device)
+        return self
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights and the map of tokens to experts, both [T, E], from logits [T, 1, E]."""

@@ -26,7 +26,9 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "ffn_hidden_size": arch.ffn,
         "num_attention_heads": arch.heads,
         "num_query_groups": arch.kv_heads,
-        "kv_channels": arch.head_dim,
+        # of latent attention megatron has only the output projection, which takes values' heads
+        "kv_channels": arch.value_dim,
+        "softmax_scale": arch.score_factor,
         "layernorm_epsilon": arch.eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
