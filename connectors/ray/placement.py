@@ -87,6 +87,7 @@ class Reservation:
             log.warning("reserving again: the run needs other resources than it holds")
             remove_placement_group(group)
             group = None
+        _check_hosts(self.config, wanted)
         if group is None:
             group = placement_group(wanted.bundles, strategy="PACK", name=GROUP, lifetime="detached")
         may_grow = self.config.placement.ray_address is not None
@@ -164,6 +165,18 @@ def _in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
 def _ever_fits(wanted: ResourceLayout) -> bool:
     has = ray.cluster_resources()
     return all(bool(has.get(kind, 0) >= amount) for kind, amount in wanted.needed.items())
+
+
+def _check_hosts(config: RunConfig, wanted: ResourceLayout) -> None:
+    """Raise ConfigError if no host has the GPUs of a tensor parallel group. Hosts without GPUs say nothing: others may come."""
+    tensor, over_hosts = config.trainer.parallel.tensor, config.placement.tensor_over_hosts
+    largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+    if wanted.needed["GPU"] and not over_hosts and 0 < largest < tensor:
+        raise ConfigError(
+            f"the ranks of a tensor parallel group are on one host, and the largest has {largest:g} GPUs",
+            where=f"trainer.parallel.tensor = {tensor}",
+            remedy="lower it and raise trainer.parallel.pipeline, or set placement.tensor_over_hosts=true",
+        )
 
 
 def _no_room(config: RunConfig, wanted: ResourceLayout) -> str:

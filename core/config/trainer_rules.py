@@ -15,7 +15,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _batch(config)
     yield from _passes(config)
     if config.trainer.rank is None:
-        yield from _parallel(config)
+        yield from layout_problems(config)
         yield from megatron_options.problems(config)
     else:
         yield from _of_megatron(config)
@@ -46,7 +46,8 @@ def _passes(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _parallel(config: RunConfig) -> Iterator[Problem]:
+def layout_problems(config: RunConfig) -> Iterator[Problem]:
+    """Sizes of the layout that do not divide the ranks, or that need others."""
     world, p = config.trainer.world_size, config.trainer.parallel
     model = p.tensor * p.pipeline * p.context
     if world % model:

@@ -46,6 +46,20 @@ def test_a_tensor_parallel_group_is_one_bundle() -> None:
     ]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_tensor_parallel_group_that_may_span_hosts_is_a_bundle_of_each_gpu(shared: bool) -> None:
+    found = resource_layout(
+        config(
+            trainer={"world_size": 4, "parallel": {"tensor": 4}},
+            engines={"count": 4, "gpus": 1},
+            placement={"tensor_over_hosts": True, "colocate": shared},
+        ),
+        gpus=True,
+    )
+    assert found.bundles == [{"CPU": 1, "GPU": 1}] * (4 if shared else 8)
+    assert found.of["trainer"] == [Slot(rank, range(1)) for rank in range(4)]
+
+
 @pytest.mark.parametrize(("tensor", "gpus"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (3, 2)])
 def test_colocated_an_engine_has_exactly_the_gpus_of_its_ranks(tensor: int, gpus: int) -> None:
     world = 12

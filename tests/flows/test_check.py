@@ -45,6 +45,17 @@ def test_a_good_configuration_gets_its_plan() -> None:
         assert part in " ".join(result.output.split())
 
 
+def test_layouts_are_proposed_for_a_number_of_gpus_also_beside_a_layout_that_is_wrong() -> None:
+    good = run("run.yaml", "--gpus", "2", "--gpu-memory", "24")
+    assert good.exit_code == 0, good.output
+    assert "layouts of the trainer on 2 GPUs of 24 GiB" in good.output
+    wrong = run("run.yaml", "trainer.world_size=3", "trainer.parallel.tensor=3", "--gpus", "2")
+    assert wrong.exit_code == 2
+    assert "not tensor 3:" not in wrong.output
+    assert "layouts of the trainer on 2 GPUs of 79.6 GiB" in wrong.output
+    assert "layouts of the trainer" not in run("run.yaml").output
+
+
 @pytest.mark.parametrize(
     "reward",
     [

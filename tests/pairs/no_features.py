@@ -69,9 +69,11 @@ NO_FEATURES: Mapping[str, str] = MappingProxyType(
         "what stops a run, or what it lets pass": "data.allow_changes filter.when_insufficient=stop "
         "algorithm.on_policy_guard=False rollout.session.history=append",
         "options of megatron-core, each with its row in tests/connectors/megatron/test_options.py": "trainer.megatron "
-        "trainer.megatron_optimizer trainer.megatron_ddp trainer.parallel.sequence trainer.deterministic=False",
+        "trainer.megatron_optimizer trainer.megatron_ddp trainer.parallel.sequence trainer.parallel.virtual "
+        "trainer.parallel.expert_tensor trainer.deterministic=False",
         "which checkpoints and exports stay": "checkpoint.keep_every checkpoint.export_last=False",
-        "needs a cluster: tests/flows/test_two_nodes.py": "placement.ray_address",
+        "needs a cluster: tests/flows/test_two_nodes.py, tests/connectors/ray/test_placement.py": "placement.ray_address "
+        "placement.tensor_over_hosts",
         "needs an account: tests/connectors/test_other_trackers.py": "tracking.trackers=wandb",
     }
 )

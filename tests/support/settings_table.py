@@ -101,6 +101,7 @@ ROWS: dict[str, Row] = {
     **_any_start("tasks/generation/single_samples.py", "rollout.max_concurrency"),
     **_any_start("tasks/shards/attempts.py", "rollout.shards"),
     **_any_start("core/sharding.py", "placement.task_runner"),
+    **_any_start("core/config/plan/layout.py", "placement.tensor_over_hosts"),
     **_any_start("tasks/rollout.py", *_under("rollout", "part_groups max_failed_share")),
     **_any_start("tasks/generation/answers.py", "rollout.flush_tokens"),
     **_any_start("connectors/engines/fleet.py", *_under("rollout", "progress_timeout_s attempts")),

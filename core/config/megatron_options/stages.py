@@ -11,6 +11,7 @@ from millrace.core.config.run_config import RunConfig
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 LAYOUT = "pipeline_model_parallel_layout"
+OPTIONS = (FIRST, LAST, EMBEDDING, LOSS, LAYOUT)
 FORM = re.compile(r"Et+(\|t+)*L")  # E: the embedding, t: a layer, L: the output layer
 REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"([^*()])\*(\d+)"))  # what, and how often
 

@@ -1,6 +1,7 @@
 """Where trainer and engines run, and which part of a cluster each rank and each engine gets. Pure.
 
-Owns how GPUs and CPUs are bundled: a bundle lies on one node. It holds the GPUs of an engine or of one tensor parallel group.
+Owns how GPUs and CPUs are bundled: a bundle lies on one node. It holds the GPUs of an engine or of one tensor parallel group,
+of which placement.tensor_over_hosts makes a bundle of each GPU.
 If trainer and engines share GPUs, it holds both, so that they stay together on any node.
 """
 
@@ -113,8 +114,9 @@ def resource_layout(config: RunConfig, gpus: bool, engines: bool = True) -> Reso
     served = engines and e.started and config.generates
     engine_gpus = e.gpus if gpus and e.kind_at(1).runs_on == "gpu" else 0
     ranks = 0 if config.pipeline.rollouts_only else t.world_size
+    group = 1 if config.placement.tensor_over_hosts else t.parallel.tensor
     if config.placement.colocate:
-        size = lcm(t.parallel.tensor, e.gpus)
+        size = lcm(group, e.gpus)
         return ResourceLayout(
             _bundles(t.world_size, size, on_gpu),
             {
@@ -122,7 +124,6 @@ def resource_layout(config: RunConfig, gpus: bool, engines: bool = True) -> Reso
                 "engine": _row(e.count, e.gpus, size) if served else [],
             },
         )
-    group = t.parallel.tensor
     trainer = _bundles(ranks, group, on_gpu)
     each = max(1, engine_gpus)
     serving = _bundles(e.count * each, each, engine_gpus > 0) if served else []

@@ -201,6 +201,9 @@ ACTS: dict[str, Act] = {
     "trainer.megatron.num_layers_in_last_pipeline_stage": Act(
         {"num_layers_in_last_pipeline_stage": 1}, shows=lambda off, on: (off, on) == (2, 3), **FOUR
     ),
+    "trainer.megatron.pipeline_model_parallel_layout": Act(
+        {"pipeline_model_parallel_layout": "Et|t*3L"}, shows=lambda off, on: (off, on) == (2, 1), **FOUR
+    ),
     "trainer.megatron.account_for_embedding_in_pipeline_split": Act(
         {"account_for_embedding_in_pipeline_split": True}, layers_of_stage, shows=lambda _, on: on == 1,
         **{**PIPELINE, "model": {"num_hidden_layers": 3}},

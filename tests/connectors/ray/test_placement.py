@@ -158,6 +158,17 @@ async def test_too_little_room_is_told_with_the_fields(
     assert "trainer.world_size" in str(error.value)
 
 
+async def test_a_tensor_parallel_group_spans_hosts_only_if_it_is_asked_for(joined_nodes: RayNodes) -> None:
+    trainer = {"world_size": 4, "parallel": {"tensor": 4}, "device": "cuda"}
+    with pytest.raises(ConfigError, match="the largest has 2 GPUs") as refused:
+        placement.Reservation(config(joined_nodes, trainer=trainer), engines=False).places("trainer")
+    assert refused.value.where == "trainer.parallel.tensor = 4"
+    asked = config(joined_nodes, trainer=trainer, placement={"tensor_over_hosts": True})
+    places = placement.Reservation(asked, engines=False).places("trainer")
+    assert [place.environment for place in places] == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "0101"]
+    assert len({place.node for place in places}) == 2
+
+
 @pytest.mark.slow
 async def test_another_size_takes_the_place_of_what_was_reserved(joined_nodes: RayNodes) -> None:
     first = placement.Reservation(config(joined_nodes, trainer={"world_size": 3}))
