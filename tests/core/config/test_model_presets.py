@@ -25,6 +25,8 @@ from tests.core.config.test_form import SCHEMA, submitted
 PUBLISHED: dict[str, int | float] = {
     "llama3.1-8b": 8_030_261_248,
     "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
