@@ -39,6 +39,7 @@ def preset_values(given: Mapping[str, Any]) -> dict[str, Any]:
                 "expert": layout.expert,
                 "sequence": layout.tensor > 1,
             },
+            **({"megatron": dict(layout.options)} if layout.options else {}),
         }
     }
     supervised = _at(given, "algorithm", "loss", "kind") == "sft"
@@ -65,11 +66,15 @@ def differences(name: str, checkpoint: Mapping[str, Any], folder: str) -> Iterat
 
 def _differing(preset: ModelPreset, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """The preset's values of resolved keys that the checkpoint has otherwise."""
-    wanted = resolved(preset.config, preset.model)
+
+    def read(changes: Mapping[str, Any]) -> dict[str, Any]:
+        return resolved({**preset.config, **changes}, preset.model)
+
+    also = {key: [read({key: value})[key] for value in values] for key, values in preset.also.items()}
     return {
         key: value
-        for key, value in wanted.items()
-        if checkpoint.get(key) != value and checkpoint.get(key) not in preset.also.get(key, ())
+        for key, value in read({}).items()
+        if checkpoint.get(key) not in (value, *also.get(key, ()))
     }
 
 

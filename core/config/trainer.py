@@ -123,7 +123,7 @@ class Trainer(Section):
     deterministic: Annotated[bool, ANY_START] = Field(
         True, description="Deterministic kernels: repeated runs on CPU are equal bit for bit."
     )
-    megatron: Annotated[dict[str, Any], in_a_branch(ALGORITHM)] = Field(
+    megatron: Annotated[dict[str, Any], in_a_branch(ALGORITHM), FROM_PRESET] = Field(
         {},
         description="Fields of megatron-core's TransformerConfig by their own names: [supported fields](#trainermegatron).",
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class PresetLayout:
-    """How a model is split over GPUs. engine: GPUs of one engine."""
+    """How a model is split over GPUs. engine: GPUs of one engine. options: of trainer.megatron."""
 
     gpus: int
     tensor: int = 1
@@ -21,6 +21,7 @@ class PresetLayout:
     expert: int = 1
     engine: int = 1
     recompute: Literal["none", "selective", "full"] = "none"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,15 @@ class ModelPreset:
     """A published model.
 
     `model`: its name on Hugging Face. `config`: the keys of its config.json that shape it. `layouts`: the smallest number of GPUs
-    first. `sampling`: how its authors answer with it; training samples at temperature 1. `template`: what to know of its chat
-    template. `also`: other values of its keys, in checkpoints of the same sizes.
+    first. `sampling`: how its authors answer with it; training samples at temperature 1. `notes`: what to know of its chat
+    template, and of serving it. `also`: other values of its keys, in checkpoints of the same sizes.
     """
 
     model: str
     config: Mapping[str, Any]
     layouts: tuple[PresetLayout, ...]
     sampling: str
-    template: str
+    notes: str
     also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def layout(self, gpus: int | None) -> PresetLayout | None:
@@ -115,6 +116,71 @@ def _glm4(layers: int, hidden: int, ffn: int, heads: int, bias: bool) -> dict[st
     }
 
 
+def _deepseek(
+    model_type: str, layers: int, hidden: int, ffn: int, heads: int, vocab: int, q_lora: int | None
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        **_sizes(layers, hidden, ffn, heads, heads, vocab),
+        "q_lora_rank": q_lora,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "tie_word_embeddings": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    }
+
+
+def _sigmoid_experts(
+    experts: int,
+    used: int,
+    ffn: int,
+    dense: int,
+    shared: int,
+    scale: float,
+    groups: int = 1,
+    of_groups: int = 1,
+) -> dict[str, Any]:
+    """Experts that a sigmoid router with a bias chooses. dense: first layers without any; shared: experts of every token."""
+    return {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": ffn,
+        "first_k_dense_replace": dense,
+        "n_shared_experts": shared,
+        "routed_scaling_factor": scale,
+        "norm_topk_prob": True,
+        "n_group": groups,
+        "topk_group": of_groups,
+    }
+
+
+def _yarn(factor: float, beta_fast: float) -> dict[str, Any]:
+    return {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": beta_fast,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+
+
+def _kimi(factor: float, eps: float, positions: int) -> dict[str, Any]:
+    return {
+        **_deepseek("kimi_k2", 61, 7168, 18432, 64, 163840, 1536),
+        **_sigmoid_experts(384, 8, 2048, 1, 1, 2.827),
+        "max_position_embeddings": positions,
+        "rope_theta": 50000.0,
+        "rope_scaling": _yarn(factor, 1.0),
+        "rms_norm_eps": eps,
+    }
+
+
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
     return {
         "num_hidden_layers": layers,
@@ -144,6 +210,21 @@ GLM4_TEMPLATE = (
     "Only GLM-Z1 thinks, after a prompt that ends with <think>. Calls are a name, a line and JSON, which are not read: "
     "give the tokenizer a response_template."
 )
+OWN_TOKENIZER = "Its tokenizer is code, which is not run: give model.tokenizer a folder with tokenizer.json."
+DEEPSEEK_SAMPLING = "temperature 0.6, top_p 0.95"
+DEEPSEEK_NOTES = (
+    "V3.1 thinks if chat_template_kwargs has thinking: true, R1 always; earlier thinking is dropped. In bfloat16 an engine takes more "
+    "than a host of 8 GPUs: engines.kind: external."
+)
+KIMI_NOTES = (
+    "Only K2-Thinking thinks. A call's id is functions.NAME:NUMBER, and its answer names it. In bfloat16 an engine takes more than a "
+    f"host of 8 GPUs: engines.kind: external. {OWN_TOKENIZER}"
+)
+
+
+def _first(layers: int) -> dict[str, int]:
+    return {"num_layers_in_first_pipeline_stage": layers}
+
 
 PRESETS: dict[str, ModelPreset] = {
     "llama3.1-8b": ModelPreset(
@@ -345,5 +426,67 @@ PRESETS: dict[str, ModelPreset] = {
         (_L(8, tensor=4, engine=2), _L(16, tensor=8, engine=2)),
         GLM4_SAMPLING,
         GLM4_TEMPLATE,
+    ),
+    "glm4.7-flash": ModelPreset(
+        "zai-org/GLM-4.7-Flash",
+        {
+            **_deepseek("glm4_moe_lite", 47, 2048, 10240, 20, 154880, 768),
+            **_sigmoid_experts(64, 4, 1536, 1, 1, 1.8),
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "num_nextn_predict_layers": 1,
+            "max_position_embeddings": 202752,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+        },
+        (_L(8, tensor=2, expert=8, engine=2, recompute="full"),),
+        "temperature 1.0, top_p 0.95",
+        "Thinking is on unless chat_template_kwargs has enable_thinking: false. Calls are keys and values in tags.",
+    ),
+    "moonlight-16b-a3b": ModelPreset(
+        "moonshotai/Moonlight-16B-A3B-Instruct",
+        {
+            **_deepseek("deepseek_v3", 27, 2048, 11264, 16, 163840, None),
+            **_sigmoid_experts(64, 6, 1408, 1, 2, 2.446),
+            "max_position_embeddings": 8192,
+            "rope_theta": 50000.0,
+            "rms_norm_eps": 1e-5,
+        },
+        (_L(4, tensor=4, recompute="full"), _L(8, tensor=2, expert=4)),
+        "none is named",
+        "No thinking, and no calls. " + OWN_TOKENIZER,
+    ),
+    "deepseek-v3": ModelPreset(
+        "deepseek-ai/DeepSeek-V3",
+        {
+            **_deepseek("deepseek_v3", 61, 7168, 18432, 128, 129280, 1536),
+            **_sigmoid_experts(256, 8, 2048, 3, 1, 2.5, groups=8, of_groups=4),
+            "num_nextn_predict_layers": 1,
+            "max_position_embeddings": 163840,
+            "rope_theta": 10000,
+            "rope_scaling": _yarn(40, 32),
+            "rms_norm_eps": 1e-6,
+        },
+        (
+            _L(128, tensor=2, pipeline=4, expert=32, engine=16, recompute="full", options=_first(13)),
+            _L(256, tensor=2, pipeline=8, expert=32, engine=32, recompute="full", options=_first(5)),
+        ),
+        DEEPSEEK_SAMPLING,
+        DEEPSEEK_NOTES,
+    ),
+    "kimi-k2": ModelPreset(
+        "moonshotai/Kimi-K2-Instruct",
+        _kimi(32.0, 1e-6, 131072),
+        (_L(256, tensor=2, pipeline=2, expert=64, engine=32, recompute="full", options=_first(30)),),
+        "temperature 0.6",
+        KIMI_NOTES,
+        {"max_position_embeddings": (262144,), "rope_scaling": (_yarn(64.0, 1.0),)},
+    ),
+    "kimi-k2-thinking": ModelPreset(
+        "moonshotai/Kimi-K2-Thinking",
+        _kimi(64.0, 1e-5, 262144),
+        (_L(256, tensor=2, pipeline=2, expert=64, engine=32, recompute="full", options=_first(30)),),
+        "temperature 1.0",
+        KIMI_NOTES,
     ),
 }

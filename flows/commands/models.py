@@ -55,7 +55,7 @@ def preset_listing(name: str) -> Listing:
         "family": family_of_preset(name),
         "parameters": f"{parameters_of(name):,}",
         "sampling": preset.sampling,
-        "template": preset.template,
+        "notes": preset.notes,
     }
     rows: list[Sequence[Any]] = [
         (

@@ -71,7 +71,7 @@ def _presets() -> Iterator[str]:
         count = architecture(resolved(preset.config, preset.model)).parameters
         fit = {kind: [at for at in layout_memory(name) if at.gpu == kind] for kind in KINDS}
         cells = " | ".join("; ".join(map(_layout, fit[kind])) or "–" for kind in KINDS)
-        yield f"| `{name}` | {count / 1e9:.3g} B | {cells} |"
+        yield f"| `{name}` | {count / 1e9:,.{0 if count > 1e11 else 2}f} B | {cells} |"
 
 
 def _layout(memory: LayoutMemory) -> str:

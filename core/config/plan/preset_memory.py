@@ -13,7 +13,7 @@ from millrace.core.families.presets import PRESETS, PresetLayout
 GIB = 2**30
 KINDS = {80: 79.6, 141: 140.4}  # GB in a GPU's name, and GiB that it has
 USED = 0.9  # of it; the rest is the CUDA context, NCCL and fragments
-HELD = 0.6  # of what is used, by the weights of trainer and engine together; the rest is KV cache
+HELD = 0.75  # of what is used, by the weights of trainer and engine together; the rest is KV cache
 
 
 @dataclass(frozen=True)

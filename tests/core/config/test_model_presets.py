@@ -10,12 +10,12 @@ import jsonschema
 import pytest
 
 from millrace.core.config import RunConfig, rules
-from millrace.core.config.model_preset import preset_values
+from millrace.core.config.model_preset import differences, preset_values
 from millrace.core.config.parts.from_preset import is_from_preset
 from millrace.core.config.plan.preset_memory import KINDS, layout_memory, preset_config
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.families.architecture import architecture
-from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.config_file import read_hf_config, resolved
 from millrace.core.families.presets import PRESETS
 from millrace.core.families.registry import family_of
 from millrace.flows.preflight.check_model import ReadModel, check_model
@@ -43,18 +43,18 @@ PUBLISHED: dict[str, int | float] = {
     "qwen3-235b-a22b": 235_093_634_560,
     "glm4-9b": 9_400_279_040,
     "glm4-32b": 32.57,
+    "glm4.7-flash": 29.94,
+    "moonlight-16b-a3b": 15.96,
+    "deepseek-v3": 671.03,
+    "kimi-k2": 1026.41,
+    "kimi-k2-thinking": 1026.41,
 }
 # models that others ship launch files for, and the family that a preset of them waits for
 WAITING = {
     "glm4.5-106b-a12b": "glm4_moe",
     "glm4.5-355b-a32b": "glm4_moe",
-    "glm4.7-flash": "glm4_moe_lite",
     "glm5-744b-a40b": "glm_moe_dsa",
     "glm5.2-744b-a40b": "glm_moe_dsa",
-    "deepseek-v3": "deepseek_v3",
-    "moonlight-16b-a3b": "deepseek_v3",
-    "kimi-k2": "kimi_k2",
-    "kimi-k2-thinking": "kimi_k2",
     "mimo-7b-rl": "mimo",
     "minimax-m2": "minimax_m2",
     "qwen3-next-80b-a3b": "qwen3_next",
@@ -138,15 +138,17 @@ def test_a_preset_fills_what_the_user_leaves_out(
 def test_the_fields_that_are_the_presets_are_those_that_it_sets() -> None:
     def paths(values: dict[str, Any], above: str = "") -> set[str]:
         inner = {f"{above}{name}": value for name, value in values.items()}
+        below = {
+            name: value for name, value in inner.items() if name not in marked and isinstance(value, dict)
+        }
         return {
-            path
-            for name, value in inner.items()
-            for path in (paths(value, f"{name}.") if isinstance(value, dict) else {name})
+            *(inner.keys() - below.keys()),
+            *(path for name, value in below.items() for path in paths(value, f"{name}.")),
         }
 
     marked = {path for path, field in all_fields().items() if is_from_preset(field)}
     outside = {path for path in marked if not path.startswith("algorithm.")}
-    assert outside == paths(preset_values({"model": {"preset": "qwen3-14b"}})) - {"engines.kind"}
+    assert outside == paths(preset_values({"model": {"preset": "deepseek-v3"}})) - {"engines.kind"}
 
 
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b"])
@@ -184,6 +186,16 @@ def test_a_checkpoint_that_is_another_model_is_refused_field_by_field(tmp_path: 
     first = next(p for p in found if p.reason.startswith("hidden_size"))
     assert first.reason == f"hidden_size is 2560 in the preset, and 4096 in {folder}/config.json"
     assert {(p.value, p.remedy) for p in found} == {("qwen3-4b", "set it to qwen3-8b")}
+
+
+def test_other_values_of_a_preset_are_of_keys_that_it_has_and_are_read() -> None:
+    for name, preset in PRESETS.items():
+        for key, values in preset.also.items():
+            assert key in preset.config, name
+            for value in values:
+                read = resolved({**preset.config, key: value}, name)
+                assert list(differences(name, read, "m")) == []
+                assert read != resolved(preset.config, name)
 
 
 @pytest.mark.parametrize(
