@@ -4,7 +4,7 @@ Owns the weights w = pi_old / pi_rollout, their bounds, rejection and metrics; k
 Where pi_old is the trainer before the iteration (the proximal policy), w times a loss that is clipped around pi_old is
 decoupled PPO, see millrace.core.algorithms.objective.
 Nothing here carries a gradient. The weights are right only if the rollout log-probabilities belong to the
-distribution that was sampled; millrace.core.config.algorithm.rules.truncated_sampling refuses other configurations.
+distribution that was sampled; millrace.core.config.algorithm.rules refuses other configurations.
 """
 
 from __future__ import annotations

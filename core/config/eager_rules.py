@@ -18,19 +18,17 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     p, prompts = config.pipeline, config.rollout.prompts
     if not p.eager:
         if p.eager_groups is not None:
-            yield Problem(
+            yield config.problem(
                 "pipeline.eager_groups",
-                p.eager_groups,
                 "without pipeline.eager no passes are made early",
                 "leave it out, or set pipeline.eager=true",
             )
         return
     for why, remedy in (*_mode(config), *_algorithm(config.algorithm), *_trainer(config)):
-        yield Problem("pipeline.eager", True, why, f"{remedy}, or set it to false")
+        yield config.problem("pipeline.eager", why, f"{remedy}, or set it to false")
     if p.chunk_groups(prompts) >= prompts:
-        yield Problem(
+        yield config.problem(
             "pipeline.eager_groups",
-            p.eager_groups,
             f"with rollout.prompts = {prompts} groups the batch would be one chunk, and nothing could start early",
             f"set it to {prompts - 1} or less" if prompts > 1 else "raise rollout.prompts",
         )

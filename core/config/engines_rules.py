@@ -34,7 +34,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     kept = str(config.engines.sglang.get("kv_cache_dtype", "auto"))
     if kept not in ("auto", "bf16", "bfloat16") and not config.algorithm.supervised:
         yield from unweighed(
-            config.algorithm,
+            config,
             f"with engines.sglang.kv_cache_dtype={kept} tokens are made from rounded keys and values",
         )
 
@@ -64,24 +64,21 @@ def _external(config: RunConfig, e: ExternalEngines) -> Iterator[Problem]:
         if at.scheme not in ("http", "https") or not at.hostname
     ]
     if bad or len(set(e.addresses)) < len(e.addresses):
-        yield Problem(
+        yield config.problem(
             "engines.addresses",
-            bad or e.addresses,
             "engines.kind=external needs the URL of each engine, once",
             "give URLs as in http://host:30000",
         )
     loads_folders = config.sync_kind == "disk"
     if loads_folders and config.sync.by_url:
-        yield Problem(
+        yield config.problem(
             "sync.directory",
-            config.sync.directory,
             "no process of millrace runs beside an external engine that could copy weights from storage",
             "name a folder that trainer and engines see under the same path, or set sync.kind=broadcast",
         )
     if loads_folders and config.sync.directory is None and any(at.hostname not in LOOPBACK for at in parts):
-        yield Problem(
+        yield config.problem(
             "sync.directory",
-            None,
             "engines on other hosts do not see this host's shared memory, where weights go",
             "name a folder that trainer and engines see under the same path",
         )
@@ -93,9 +90,8 @@ def _router(config: RunConfig) -> Iterator[Problem]:
     if router is None:
         return
     if router.policy == "power_of_two" and config.engines.count < 2:
-        yield Problem(
+        yield config.problem(
             "engines.router.policy",
-            router.policy,
             f"it chooses between two engines, and engines.count = {config.engines.count}",
             "take another policy, or more engines",
         )
@@ -118,9 +114,8 @@ def _prefill(config: RunConfig) -> Iterator[Problem]:
     if not e.prefill:
         return
     if e.prefill >= e.count:
-        yield Problem(
+        yield config.problem(
             "engines.prefill",
-            e.prefill,
             f"of engines.count = {e.count} none is left to decode",
             "raise engines.count, or lower it",
         )

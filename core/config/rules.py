@@ -30,12 +30,11 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
     if name is None:
         return
     if name not in PRESETS:
-        yield Problem("model.preset", name, "`millrace models` lists no such preset", nearest(name, PRESETS))
+        yield config.problem("model.preset", "`millrace models` lists no such preset", nearest(name, PRESETS))
     elif PRESETS[name].layout(t.world_size) is None and t.device != "cpu" and t.parallel == Parallel():
         counts = " and ".join(str(layout.gpus) for layout in PRESETS[name].layouts)
-        yield Problem(
+        yield config.problem(
             "trainer.world_size",
-            t.world_size,
             f"model.preset={name} has layouts for {counts} GPUs and their multiples",
             "set it to one of these, or set trainer.parallel",
         )
@@ -62,9 +61,8 @@ def sync_problems(config: RunConfig) -> Iterator[Problem]:
     colocate, e = config.placement.colocate, config.engines
     yield from memory_only("sync.directory", config.sync.directory)
     if config.sync.kind == "ipc" and not colocate:
-        yield Problem(
+        yield config.problem(
             "sync.kind",
-            "ipc",
             "GPU memory is shared within one GPU only",
             "set it to broadcast or disk, or set placement.colocate=true",
         )
@@ -72,17 +70,15 @@ def sync_problems(config: RunConfig) -> Iterator[Problem]:
     if config.sync.kind != "broadcast":
         return
     if colocate:
-        yield Problem(
+        yield config.problem(
             "sync.kind",
-            "broadcast",
             "placement.colocate shares GPUs, and NCCL joins none to a group twice",
             "set it to ipc or disk",
         )
     on_cpu = all(kind.runs_on == "cpu" for kind in e.kinds)
     if e.started and on_cpu != (config.trainer.device == "cpu"):
-        yield Problem(
+        yield config.problem(
             "sync.kind",
-            "broadcast",
             f"trainer.device={config.trainer.device} and engines.kind={e.kind} may have no transport in common",
             "set trainer.device=cuda and engines.kind=sglang, or trainer.device=cpu and engines.kind=embedded, or disk",
         )
@@ -90,20 +86,18 @@ def sync_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _compared(config: RunConfig) -> Iterator[Problem]:
     """A comparison of engines and trainer that is meaningless: engines score prompts at temperature 1 only."""
-    gap, temperature = config.sync.max_prompt_gap, config.rollout.sampling.temperature
-    if gap is None:
+    temperature = config.rollout.sampling.temperature
+    if config.sync.max_prompt_gap is None:
         return
     if temperature != 1:
-        yield Problem(
+        yield config.problem(
             "sync.max_prompt_gap",
-            gap,
             f"engines score prompts at temperature 1, and the trainer at rollout.sampling.temperature = {temperature:g}",
             "set it to null, or rollout.sampling.temperature=1",
         )
     if config.engines.prefill:
-        yield Problem(
+        yield config.problem(
             "sync.max_prompt_gap",
-            gap,
             "engines that only prefill, or only decode, answer no request alone",
             "set it to null, or leave engines.prefill out",
         )
@@ -114,37 +108,33 @@ def placement_problems(config: RunConfig) -> Iterator[Problem]:
     e = config.engines
     if config.placement.task_runner == "ray":
         for field, reason in not_in_shards(config).items():
-            yield Problem(
+            yield config.problem(
                 "placement.task_runner",
-                "ray",
                 f"shards cannot do {field} yet: {reason}",
                 f"set it to auto or local, or {INSTEAD.get(field, f'leave {field} out')}",
             )
     elif config.rollout.shards is not None and not in_shards(config):
-        yield Problem(
+        yield config.problem(
             "rollout.shards",
-            config.rollout.shards,
             f"with placement.task_runner={config.placement.task_runner} the driver generates here",
             "leave it out, or set placement.task_runner=ray",
         )
     if not config.placement.colocate:
         return
     if not e.started:
-        yield Problem(
-            "placement.colocate", True, "external engines share no GPU with the trainer", "set it to false"
+        yield config.problem(
+            "placement.colocate", "external engines share no GPU with the trainer", "set it to false"
         )
     shared = any("ipc" in kind.transports for kind in e.kinds)
     if not shared or config.trainer.device == "cpu":
-        yield Problem(
+        yield config.problem(
             "placement.colocate",
-            True,
             "with engines.kind=embedded or trainer.device=cpu no GPUs are shared",
             "set it to false",
         )
     elif config.trainer.world_size != e.count * e.gpus:
-        yield Problem(
+        yield config.problem(
             "trainer.world_size",
-            config.trainer.world_size,
             f"the trainer shares GPUs with engines.count × engines.gpus = {e.count} × {e.gpus}",
             "make both the number of GPUs, or set placement.colocate=false",
         )
@@ -154,9 +144,8 @@ def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
     """Held-out sets that cannot be read, distinguished, or learned from."""
     yield from same_names("evaluation.sets", config.evaluation.sets)
     if config.evaluation.background and config.algorithm.supervised:
-        yield Problem(
+        yield config.problem(
             "evaluation.background",
-            True,
             "with algorithm.loss=sft held-out losses are computed by the trainer itself",
             "leave it out",
         )
@@ -181,9 +170,8 @@ def checkpoint_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _keep_best(config)
     c = config.checkpoint
     if c.keep_every and c.keep_every < config.run.iterations < lcm(c.every, c.keep_every):
-        yield Problem(
+        yield config.problem(
             "checkpoint.keep_every",
-            c.keep_every,
             f"no checkpoint of the run's {config.run.iterations} iterations, one every {c.every}, divides by it",
             f"set it to a multiple of checkpoint.every, such as {c.every}",
         )
@@ -205,24 +193,21 @@ def _keep_best(config: RunConfig) -> Iterator[Problem]:
     ]
     alone = [held_out.name for held_out in e.sets if held_out.samples_per_prompt < 2]
     if c.keep_best in [f"eval/{name}/majority" for name in alone]:
-        yield Problem(
+        yield config.problem(
             "checkpoint.keep_best",
-            c.keep_best,
             "one sample a prompt has no majority",
             "set samples_per_prompt of the set to 2 or more, or keep the best by its reward_mean",
         )
     elif c.keep_best not in made:
-        yield Problem(
+        yield config.problem(
             "checkpoint.keep_best",
-            c.keep_best,
             "no evaluation of evaluation.sets makes this metric"
             + (" with algorithm.loss=sft" if config.algorithm.supervised else ""),
             nearest(c.keep_best, made) if made else "add a set to evaluation.sets, or remove it",
         )
     elif c.every < config.run.iterations <= lcm(c.every, e.every):
-        yield Problem(
+        yield config.problem(
             "checkpoint.keep_best",
-            c.keep_best,
             f"no iteration before the last is both evaluated, one every {e.every}, and saved, one every {c.every}",
             f"set evaluation.every to {c.every}, as checkpoint.every",
         )
@@ -232,13 +217,12 @@ def tracking_problems(config: RunConfig) -> Iterator[Problem]:
     """A tracker that is named twice, and a URI that MLflow would not take or does not get."""
     trackers = config.tracking.trackers
     if len(set(trackers)) < len(trackers):
-        yield Problem("tracking.trackers", trackers, "it names one twice", "name each once")
+        yield config.problem("tracking.trackers", "it names one twice", "name each once")
     if config.tracking.uri is not None:
         yield from _uri(config.tracking.uri)
         if "mlflow" not in trackers:
-            yield Problem(
+            yield config.problem(
                 "tracking.uri",
-                config.tracking.uri,
                 "it is MLflow's, which is not among tracking.trackers",
                 "add mlflow there, or leave it out",
             )
@@ -286,13 +270,7 @@ def between_fields(config: RunConfig) -> list[Problem]:
         *model_problems(config),
         *trainer.problems(config),
         *rollout.problems(config),
-        *algorithm.problems(
-            config.algorithm,
-            config.rollout,
-            filter=config.filter,
-            steps_per_iteration=max(1, config.steps_per_iteration),
-            ages=_ages(config),
-        ),
+        *algorithm.problems(config),
         *data.problems(config),
         *evaluation_problems(config),
         *checkpoint_problems(config),
@@ -304,10 +282,3 @@ def between_fields(config: RunConfig) -> list[Problem]:
         *eager.problems(config),
         *sync_problems(config),
     ]
-
-
-def _ages(config: RunConfig) -> tuple[int, int]:
-    """Age that all tokens of an iteration may have, and the largest of any, in published versions."""
-    p, buffer = config.pipeline, config.rollout.buffer
-    reused = -(-buffer.max_age // max(1, config.steps_per_iteration)) if buffer is not None else 0
-    return p.oldest, max(p.staleness, reused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
@@ -17,6 +18,7 @@ from millrace.core.config.filter import Filter
 from millrace.core.config.model import Model
 from millrace.core.config.model_preset import preset_values
 from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, given_values, merged
+from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.restart import ANY_START, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.pipeline import Pipeline
@@ -72,6 +74,13 @@ class RunConfig(Section):
         usual = {"max_new_tokens": length} if isinstance(length, int) else {}
         filled = [_with_sampling(held_out, usual) for held_out in sets]
         return {**values, "evaluation": {**values["evaluation"], "sets": filled}}
+
+    def problem(self, field: str, reason: str, remedy: str) -> Problem:
+        """A problem of a field, with its value; a section stands as its kind, or as `set`."""
+        value = attrgetter(field)(self)
+        return Problem(
+            field, getattr(value, "kind", "set") if isinstance(value, Section) else value, reason, remedy
+        )
 
     def for_actors(self) -> dict[str, Any]:
         """The configuration for actors, with absolute paths, since actors have another working folder."""

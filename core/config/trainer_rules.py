@@ -28,9 +28,8 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
     samples, batch = config.samples_per_iteration, config.global_batch
     if samples % batch:
         near = max((n for n in range(1, min(batch, samples) + 1) if samples % n == 0), default=1)
-        yield Problem(
+        yield config.problem(
             "trainer.global_batch",
-            batch,
             f"rollout.prompts × rollout.samples_per_prompt = {samples} samples an iteration are not a whole number of steps",
             f"set it to a divisor of {samples} such as {near}, or leave it out for one step an iteration",
         )
@@ -38,9 +37,8 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 def _passes(config: RunConfig) -> Iterator[Problem]:
     if config.algorithm.supervised and config.trainer.passes > 1:
-        yield Problem(
+        yield config.problem(
             "trainer.passes",
-            config.trainer.passes,
             "algorithm.loss=sft draws its rows again once all were drawn",
             "set it to 1, and raise run.iterations",
         )
@@ -51,31 +49,27 @@ def layout_problems(config: RunConfig) -> Iterator[Problem]:
     world, p = config.trainer.world_size, config.trainer.parallel
     model = p.tensor * p.pipeline * p.context
     if world % model:
-        yield Problem(
+        yield config.problem(
             "trainer.world_size",
-            world,
             f"does not divide by parallel.tensor × pipeline × context = {p.tensor} × {p.pipeline} × {p.context} = {model}",
             f"set it to a multiple of {model}, or lower trainer.parallel",
         )
     elif world % (p.expert * p.tensor_of_experts * p.pipeline):
         cut = ("expert", "expert_tensor", "pipeline") if p.tensor_of_experts > 1 else ("expert", "pipeline")
-        yield Problem(
+        yield config.problem(
             "trainer.parallel.expert" if p.expert_tensor is None else "trainer.parallel.expert_tensor",
-            p.expert if p.expert_tensor is None else p.expert_tensor,
             f"{' × '.join(cut)} = {p.expert * p.tensor_of_experts * p.pipeline} does not divide trainer.world_size = {world}",
             "lower it, or raise trainer.world_size",
         )
     if p.virtual > 1 and p.pipeline == 1:
-        yield Problem(
+        yield config.problem(
             "trainer.parallel.virtual",
-            p.virtual,
             "ranks of a pipeline hold virtual stages, and parallel.pipeline is 1",
             "set it to 1, or parallel.pipeline to 2 or more",
         )
     if p.sequence and p.tensor == 1:
-        yield Problem(
+        yield config.problem(
             "trainer.parallel.sequence",
-            True,
             "sequences are split over tensor parallel ranks, and parallel.tensor is 1",
             "set it to false, or parallel.tensor to 2 or more",
         )
@@ -104,9 +98,8 @@ def _pack(config: RunConfig) -> Iterator[Problem]:
     align = (2 * p.context if p.context > 1 else 1) * (p.tensor if p.sequence else 1)
     padded = -(-longest // align) * align
     if padded > room:
-        yield Problem(
+        yield config.problem(
             "trainer.max_pack_tokens",
-            config.trainer.max_pack_tokens,
             f"a sample may have data.max_prompt_tokens + {config.rollout.longest_response_field} = {longest} tokens, which no pack "
             f"of {room} holds",
             f"set it to {-(-padded // p.context)} or more, or lower one of the two",
@@ -134,9 +127,8 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
 
 def _store_logprobs(config: RunConfig) -> Iterator[Problem]:
     if config.trainer.store_logprobs and config.algorithm.supervised:
-        yield Problem(
+        yield config.problem(
             "trainer.store_logprobs",
-            True,
             "with algorithm.loss=sft no policy sampled the tokens",
             "set it to false, or leave it out",
         )

@@ -61,9 +61,8 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
             f"set trainer.global_batch and trainer.passes to make {source.steps_per_iteration}",
         )
     if committed < config.run.iterations:
-        yield Problem(
+        yield config.problem(
             "run.iterations",
-            config.run.iterations,
             f"the run {name} has stored {committed}",
             f"set it to {committed} or less, or train {name} further" if committed else f"train {name} first",
         )
@@ -76,9 +75,8 @@ def _of_other_files(config: RunConfig, name: str, record: dict[str, Any]) -> Ite
     )
     changed = differences(before, now) if before else []
     if changed:
-        yield Problem(
+        yield config.problem(
             "model.path",
-            config.model.path,
             f"the rollouts of {name} were made with other files: {', '.join(changed)}",
             "put the files back, or make rollouts with these",
         )

@@ -114,12 +114,11 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
     if here and config.trainer.device == "cuda" and not gpus:
         yield Problem("trainer.device", "cuda", "this host has no NVIDIA GPU", "set it to auto or cpu")
     if here and config.placement.colocate and config.trainer.device == "auto" and not gpus:
-        yield Problem("placement.colocate", True, "this host has no NVIDIA GPU to share", "set it to false")
+        yield config.problem("placement.colocate", "this host has no NVIDIA GPU to share", "set it to false")
     needed = resource_layout(config, gpus=True).needed["GPU"]
     if here and 0 < gpus < needed:
-        yield Problem(
+        yield config.problem(
             "trainer.world_size",
-            config.trainer.world_size,
             f"trainer and engines need {needed:g} GPUs, and this host shows {gpus}",
             "lower it, engines.count or engines.gpus, set placement.colocate=true, or join a cluster by placement.ray_address",
         )
@@ -146,9 +145,8 @@ def _engines(config: RunConfig, gpus: int) -> Iterator[Problem]:
     e = config.engines
     kind = e.kind_at(gpus)
     if e.prefill and (not kind.prefills_apart or (kind.runs_on == "gpu" and not gpus)):
-        yield Problem(
+        yield config.problem(
             "engines.prefill",
-            e.prefill,
             "without a GPU engines are embedded ones, which prefill and decode",
             "set it to 0",
         )
@@ -195,9 +193,8 @@ def _keeps_requests(config: RunConfig) -> Iterator[Problem]:
     pipeline = config.pipeline
     keeps = bool(pipeline.ahead) and pipeline.on_update in ("retract", "keep")
     if keeps and version != UNTOLD and not keeps_requests(version):
-        yield Problem(
+        yield config.problem(
             "pipeline.on_update",
-            pipeline.on_update,
             f"SGLang {version} is installed, which cannot keep requests while weights change",
             "set it to resend, or install SGLang 0.5.23 or newer",
         )
@@ -215,10 +212,10 @@ def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Proble
     reason += ", ".join(f"{part.name} {part.size / 2**30:.0f} GiB" for part in parts)
     if config.saves_in_background:
         remedy = "set it to false, and iterations wait until their checkpoints are written; or give the node more memory"
-        yield Problem("checkpoint.background", config.checkpoint.background, reason, remedy)
+        yield config.problem("checkpoint.background", reason, remedy)
     else:
         remedy = "set it to false if the GPUs have room for trainer and engines at once, or give the node more memory"
-        yield Problem("placement.offload_trainer", True, reason, remedy)
+        yield config.problem("placement.offload_trainer", reason, remedy)
 
 
 def check_windows(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
@@ -228,9 +225,8 @@ def check_windows(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
     longest = config.data.max_prompt_tokens + config.rollout.longest_response
     if how is None or how.in_sglang or kind is not SGLANG or not 0 < narrowest < longest:
         return
-    yield Problem(
+    yield config.problem(
         "engines.kind",
-        config.engines.kind,
         f"SGLang's {shape.family} model attends to all keys, this one to a window of {narrowest}",
         f"bound prompts and answers to {narrowest} tokens together, set it to embedded, or take another model",
     )
@@ -250,9 +246,8 @@ def check_disk(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
     room = shutil.disk_usage(nearest).free + there
     if needed > room:
         listed = ", ".join(f"{part.name} {size_text(part.size)}" for part in parts)
-        yield Problem(
+        yield config.problem(
             "checkpoint.keep_last",
-            config.checkpoint.keep_last,
             f"the run keeps {size_text(needed)} of weights ({listed}), and the disk of {nearest} has {size_text(room)} for them",
             "free space, lower it, or give storage.root another disk",
         )

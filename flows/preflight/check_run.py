@@ -70,7 +70,7 @@ def _of_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
         return list(_refused(config, record, stored))
     except (StorageError, ConfigError) as error:
         return [
-            Problem("run.name", name, str(error).removesuffix(f"; {error.remedy}"), error.remedy or ANOTHER)
+            config.problem("run.name", str(error).removesuffix(f"; {error.remedy}"), error.remedy or ANOTHER)
         ]
 
 
@@ -113,7 +113,7 @@ def _refused(config: RunConfig, record: dict[str, Any], stored: StoredRun) -> It
             check_same_model(name, record.get("fingerprints"), prints, branched)
     except ConfigError as error:
         reason = error.reason.replace("\n  ", " ").replace("model.path: ", "")
-        yield Problem("model.path", config.model.path, reason, error.remedy)
+        yield config.problem("model.path", reason, error.remedy)
     if not config.data.allow_changes:
         yield from _data(config, record)
 

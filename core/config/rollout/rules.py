@@ -19,9 +19,8 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _buffer(config)
     yield from _flush(config)
     if config.algorithm.supervised and config.rollout.samples_per_prompt != 1:
-        yield Problem(
+        yield config.problem(
             "rollout.samples_per_prompt",
-            config.rollout.samples_per_prompt,
             "algorithm.loss=sft learns the one reference answer of a prompt",
             "set it to 1",
         )
@@ -29,20 +28,17 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 def _flush(config: RunConfig) -> Iterator[Problem]:
     """Storing answers in segments, if turns or a router make that impossible."""
-    tokens = config.rollout.flush_tokens
-    if tokens is None:
+    if config.rollout.flush_tokens is None:
         return
     if config.rollout.session is not None:
-        yield Problem(
+        yield config.problem(
             "rollout.flush_tokens",
-            tokens,
             "with rollout.session each turn is stored when it ends",
             "set it to null",
         )
     if config.engines.router is not None:
-        yield Problem(
+        yield config.problem(
             "rollout.flush_tokens",
-            tokens,
             "sglang-router drops sampling_params.stream_interval",
             "set it to null, or leave engines.router out",
         )
@@ -54,14 +50,13 @@ def _buffer(config: RunConfig) -> Iterator[Problem]:
     if buffer is None:
         return
     if a.supervised:
-        yield Problem(
-            "rollout.buffer", "set", "algorithm.loss=sft trains no rollouts", "set rollout.buffer=null"
+        yield config.problem(
+            "rollout.buffer", "algorithm.loss=sft trains no rollouts", "set rollout.buffer=null"
         )
         return
     if not 0 < buffer.wanted(prompts) < prompts:
-        yield Problem(
+        yield config.problem(
             "rollout.buffer.share",
-            buffer.share,
             f"of rollout.prompts = {prompts} groups that is {buffer.wanted(prompts)}, and both the buffer and fresh prompts "
             "must give one at least",
             f"set it between {1 / prompts:.2g} and {1 - 1 / prompts:.2g}"
@@ -70,13 +65,12 @@ def _buffer(config: RunConfig) -> Iterator[Problem]:
         )
     steps = max(1, config.steps_per_iteration)
     if buffer.max_age < steps:
-        yield Problem(
+        yield config.problem(
             "rollout.buffer.max_age",
-            buffer.max_age,
             f"an iteration makes {steps} weight versions, so that every group is too old at the next one",
             f"set it to {steps} or more",
         )
-    yield from unweighed(a, "rollout.buffer brings samples of older weights")
+    yield from unweighed(config, "rollout.buffer brings samples of older weights")
 
 
 def _session(config: RunConfig) -> Iterator[Problem]:
@@ -85,12 +79,7 @@ def _session(config: RunConfig) -> Iterator[Problem]:
     if session is None:
         return
     if config.algorithm.supervised:
-        yield Problem(
-            "rollout.session",
-            "set",
-            "algorithm.loss=sft generates nothing",
-            "remove the section",
-        )
+        yield config.problem("rollout.session", "algorithm.loss=sft generates nothing", "remove the section")
     if session.function and session.environment:
         yield Problem(
             "rollout.session.environment",

@@ -5,7 +5,7 @@ least length and grammar have changed the logits, and before top-k, top-p and mi
 
     stops, ignore_eos, skip_special_tokens   the distribution is the policy's
     top_k, top_p, min_p                      the log-probability is the policy's, not of the distribution drawn from:
-                                             `millrace.core.config.algorithm.rules.truncated_sampling`
+                                             `millrace.core.config.algorithm.rules`
     Sampling.reshaping                       the log-probability is of the distribution drawn from, not the policy's:
                                              trainer and engine cannot be compared, so rollouts that train refuse it
 """
