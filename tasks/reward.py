@@ -181,7 +181,7 @@ def _of_groups(table: pa.Table, groups: frozenset[str] | None) -> pa.Table:
 
 
 def _by_group(ctx: IterationContext, row: Unscored) -> bool:
-    return scored_by_group(ctx.runtime, row, ctx.runtime.scoring.of_source(row["source"]))
+    return scored_by_group(ctx.runtime, row, ctx.runtime.scoring.of_sources.get(row["source"]))
 
 
 async def _score(ctx: IterationContext, rows: Sequence[Unscored]) -> list[ScoredSample]:
@@ -194,7 +194,7 @@ async def _score(ctx: IterationContext, rows: Sequence[Unscored]) -> list[Scored
 
 
 async def _results(ctx: IterationContext, rows: Sequence[Unscored]) -> list[Score]:
-    own = ctx.runtime.scoring.of_source(rows[0]["source"])
+    own = ctx.runtime.scoring.of_sources.get(rows[0]["source"])
     if _by_group(ctx, rows[0]):
         return await score_group(ctx.runtime, rows, own)
     return [await score(ctx.runtime, row, own) for row in rows]

@@ -29,7 +29,7 @@ from millrace.core.contracts.task_records import FileRecord, RolloutRecord
 from millrace.core.contracts.turns import TurnRow
 from millrace.tasks.batching.deferred_groups import is_cut, read_cut, write_deferred
 from millrace.tasks.context import IterationContext
-from millrace.tasks.generation.answers import Answers, sample_row
+from millrace.tasks.generation.answers import Answers
 from millrace.tasks.generation.failures import FailureBudget
 from millrace.tasks.generation.part_writer import WAIT_S, PartWriter
 from millrace.tasks.generation.sessions.rollout_record import stored_events
@@ -270,9 +270,8 @@ def session_sample(
     group: DrawnGroup, index: int, seed: int, made: MadeSample, timings: list[tuple[str, float]]
 ) -> GeneratedSample:
     """The row of a sample of a rollout of several turns."""
-    return sample_row(
-        group,
-        index,
+    return GeneratedSample(
+        **group.of_sample(index),
         sample_id=made.sample_id,
         tokens=[*made.prompt_ids, *made.response_ids],
         response_length=len(made.response_ids),

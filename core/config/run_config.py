@@ -93,13 +93,8 @@ class RunConfig(Section):
         ):
             if settings[section][name] is not None and "://" not in settings[section][name]:
                 settings[section][name] = os.path.abspath(settings[section][name])
-        settings["run"]["import_from"] = self.modules_from
+        settings["run"]["import_from"] = [*map(os.path.abspath, self.run.import_from), os.getcwd()]
         return settings
-
-    @property
-    def modules_from(self) -> list[str]:
-        """The absolute folders that the user's functions are imported from: run.import_from and the working directory."""
-        return [*map(os.path.abspath, self.run.import_from), os.getcwd()]
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]:

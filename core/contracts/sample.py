@@ -60,6 +60,11 @@ class DrawnGroup:
     unusable: str | None = None  # why the row cannot be used: it is dropped without being generated
     deferrals: Int32 | None = None  # how many times the group was deferred, in joined.parquet
 
+    def of_sample(self, index: int) -> dict[str, Any]:
+        """The columns that a sample of the group has from it."""
+        names = ("group_id", "prompt_id", "iteration", "source", "prompt", "label", "metadata")
+        return {"index": index, **{name: getattr(self, name) for name in names}}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedSample:

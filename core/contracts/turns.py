@@ -7,7 +7,7 @@ one attempt: a turn that is continued after it was cut has one segment more and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, TypeVar
 
@@ -30,26 +30,27 @@ class TurnRow:
     group_id: str
     order: Int32  # number among the rows of the rollout
     branch: Int32
-    parent: Int32 | None  # the branch that it started from, and after how many of that branch's turns
-    parent_turns: Int32 | None
-    name: str | None  # name of the branch
-    event: Int32  # number of the turn or call within its branch
+    parent: Int32 | None = None  # the branch that it started from, and after how many of that branch's turns
+    parent_turns: Int32 | None = None
+    name: str | None = None  # name of the branch
+    event: Int32 = 0  # number of the turn or call within its branch
     kind: TurnKind
-    segment: Int32
-    prompt: str  # hash of all ids before the output
-    new_ids: list[Int32]  # ids of the prompt since the previous turn; in the turn's first segment
-    output_ids: list[Int32]
-    rollout_logprobs: list[Float32]  # per output token
-    policy_versions: list[PolicySpan]
-    engine_id: str
-    seed: int
-    ended: str  # why the segment ended: stop, length, abort
-    new: JsonText | None  # the observation, for reading
-    text: str  # the generated text, or the tool's answer
-    tool: str | None
-    arguments: JsonText | None
-    failed: bool  # for a call: whether its answer is an error
-    timings: Figures  # seconds
+    segment: Int32 = 0
+    prompt: str = ""  # hash of all ids before the output
+    # ids of the prompt since the previous turn; in the turn's first segment
+    new_ids: list[Int32] = field(default_factory=list)
+    output_ids: list[Int32] = field(default_factory=list)
+    rollout_logprobs: list[Float32] = field(default_factory=list)  # per output token
+    policy_versions: list[PolicySpan] = field(default_factory=list)
+    engine_id: str = ""
+    seed: int = 0
+    ended: str = ""  # why the segment ended: stop, length, abort
+    new: JsonText | None = None  # the observation, for reading
+    text: str = ""  # the generated text, or the tool's answer
+    tool: str | None = None
+    arguments: JsonText | None = None
+    failed: bool = False  # for a call: whether its answer is an error
+    timings: Figures = field(default_factory=list)  # seconds
 
 
 _PLACE = ("order", "branch", "event", "kind")

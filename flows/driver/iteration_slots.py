@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
@@ -82,12 +83,10 @@ class Progress:
 
     async def _reaches(self, index: int, stage: Stage) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._is_at(index, stage))
-
-    def _is_at(self, index: int, stage: Stage) -> bool:
-        return index < self._done or self._reached.get(index, 0) >= stage
+            await self._changed.wait_for(lambda: index < self._done or self._reached.get(index, 0) >= stage)
 
 
+@dataclass(frozen=True)
 class IterationSlot:
     """One iteration's place in the sequence, with L iterations ahead of the trained one (pipeline.ahead).
 
@@ -117,47 +116,36 @@ class IterationSlot:
     starts to work.
     """
 
-    def __init__(
-        self,
-        index: int,
-        progress: Progress,
-        *,
-        ahead: AheadOf,
-        most: int,
-        last: int,
-        finish: bool = False,
-        tidy: Callable[[], None] = lambda: None,
-    ) -> None:
-        """ahead: the current L of each iteration. most: the largest L. last: index of the run's last iteration.
-
-        finish: weights wait for the requests of iterations ahead. tidy: called before the iteration works.
-        """
-        self.index, self._tidy = index, tidy
-        self._progress, self._ahead, self._most = progress, ahead, most
-        self._last, self._finish = last, finish
+    index: int
+    progress: Progress
+    ahead: AheadOf  # the current L of each iteration
+    most: int  # the largest L
+    last: int  # index of the run's last iteration
+    finish: bool = False  # weights wait for the requests of iterations ahead
+    tidy: Callable[[], None] = lambda: None  # called before the iteration works
 
     async def may_work(self) -> None:
         """Wait until the previous iteration has drawn and the iteration L + 1 before is done."""
-        await self._progress.wait(self.index - 1, Stage.DRAWN)
-        await self._progress.wait(self.index - self._ahead(self.index) - 1, Stage.DONE)
-        self._tidy()
+        await self.progress.wait(self.index - 1, Stage.DRAWN)
+        await self.progress.wait(self.index - self.ahead(self.index) - 1, Stage.DONE)
+        self.tidy()
 
     async def may_draw(self) -> None:
         """Call it when L of this iteration is decided. If L became less, wait until the iteration L + 1 before is done."""
         await self.reach(Stage.DECIDED)
-        await self._progress.wait(self.index - self._ahead(self.index) - 1, Stage.DONE)
+        await self.progress.wait(self.index - self.ahead(self.index) - 1, Stage.DONE)
 
     async def may_join(self) -> None:
         """Wait until the previous iteration has generated, and its deferred groups are known."""
-        await self._progress.wait(self.index - 1, Stage.GENERATED)
+        await self.progress.wait(self.index - 1, Stage.GENERATED)
 
     async def may_evaluate(self) -> None:
         """Wait until engines serve the weights that this iteration starts with. It must end before its own weights are synced."""
-        await self._progress.wait(self.index - 1, Stage.SERVED)
+        await self.progress.wait(self.index - 1, Stage.SERVED)
 
     async def may_train(self) -> None:
         """Wait until the trainer is done with the previous iteration."""
-        await self._progress.wait(self.index - 1, Stage.LEFT_TRAINER)
+        await self.progress.wait(self.index - 1, Stage.LEFT_TRAINER)
 
     async def may_sync(self) -> None:
         """Wait until engines may get this iteration's weights: the previous one's evaluation is over.
@@ -165,28 +153,28 @@ class IterationSlot:
         With pipeline.on_update=finish it also waits until iterations ahead have generated, so that one version generates all of
         an iteration.
         """
-        await self._progress.wait(self.index - 1, Stage.LEFT_ENGINES)
-        if self._finish:
-            for later in range(self.index + 1, min(self.index + self._most, self._last) + 1):
+        await self.progress.wait(self.index - 1, Stage.LEFT_ENGINES)
+        if self.finish:
+            for later in range(self.index + 1, min(self.index + self.most, self.last) + 1):
                 if not self._is_ahead(later):
                     # this iteration must be done before the next one draws, and so before later ones draw
                     break
-                await self._progress.wait(later, Stage.DECIDED)
+                await self.progress.wait(later, Stage.DECIDED)
                 if not self._is_ahead(later):
                     break
-                await self._progress.wait(later, Stage.GENERATED)
+                await self.progress.wait(later, Stage.GENERATED)
 
     def _is_ahead(self, later: int) -> bool:
         """Whether a later iteration draws before this one is done, as decided so far: its L may still be lowered."""
-        return later - self._ahead(later) <= self.index
+        return later - self.ahead(later) <= self.index
 
     async def may_publish(self) -> None:
         """Wait until the previous iteration is done: manifests are written in order."""
-        await self._progress.wait(self.index - 1, Stage.DONE)
+        await self.progress.wait(self.index - 1, Stage.DONE)
 
     async def reach(self, stage: Stage) -> None:
         """Note how far this iteration is."""
-        await self._progress.reach(self.index, stage)
+        await self.progress.reach(self.index, stage)
 
 
 class Work(Protocol):

@@ -137,34 +137,13 @@ class AnswerSegments:
         await self._writer.settled(at_once=True)
 
     def _row(self, kind: TurnKind, **given: Any) -> TurnRow:
-        values: dict[str, Any] = {
-            "event": 0,
-            "segment": 0,
-            "prompt": "",
-            "new_ids": [],
-            "output_ids": [],
-            "rollout_logprobs": [],
-            "policy_versions": [],
-            "engine_id": "",
-            "text": "",
-            "ended": "",
-            **given,
-        }
         self._order += 1
         return TurnRow(
             rollout_id=self._sample,
             group_id=self._group.group_id,
             order=self._order - 1,
             branch=0,
-            parent=None,
-            parent_turns=None,
-            name=None,
             kind=kind,
             seed=self._seed,
-            new=None,
-            tool=None,
-            arguments=None,
-            failed=False,
-            timings=[],
-            **values,
+            **given,
         )

@@ -135,9 +135,8 @@ class Answers:
 def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -> GeneratedSample:
     """The row of a sample, generated or failed."""
     result, length = answer.generation, len(answer.output_ids)
-    return sample_row(
-        group,
-        index,
+    return GeneratedSample(
+        **group.of_sample(index),
         sample_id=sample_id(group.group_id, index),
         tokens=np.concatenate([np.array(group.prompt_tokens, dtype=np.int32), answer.output_ids]),
         response_length=length,
@@ -154,19 +153,4 @@ def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -
         status=answer.status,
         reason=answer.reason,
         timings=[("started", answer.started), ("generate_s", answer.seconds)],
-    )
-
-
-def sample_row(group: DrawnGroup, index: int, **made: Any) -> GeneratedSample:
-    """A row of a drawn group's sample. made: its columns beyond the group's."""
-    return GeneratedSample(
-        group_id=group.group_id,
-        prompt_id=group.prompt_id,
-        iteration=group.iteration,
-        source=group.source,
-        index=index,
-        prompt=group.prompt,
-        label=group.label,
-        metadata=group.metadata,
-        **made,
     )

@@ -277,7 +277,9 @@ async def _not_stored(row: TurnRow) -> None:
 def _units(ctx: IterationContext, held_out: EvalSet, row: PromptRow, tokens: list[int]) -> list[list[_Place]]:
     """The samples of a prompt by calls of the reward: each alone, or all in one call."""
     places = [_Place(held_out, row, tokens, index) for index in range(held_out.samples_per_prompt)]
-    together = scored_by_group(ctx.runtime, places[0].scorable(), ctx.runtime.scoring.of_set(held_out.name))
+    together = scored_by_group(
+        ctx.runtime, places[0].scorable(), ctx.runtime.scoring.of_sets.get(held_out.name)
+    )
     return [places] if together else [[place] for place in places]
 
 
@@ -285,7 +287,7 @@ async def _evaluate(
     ctx: IterationContext, respond: Respond, places: list[_Place], version: int
 ) -> list[EvaluatedSample]:
     """The rows of samples that are scored together."""
-    own = ctx.runtime.scoring.of_set(places[0].held_out.name)
+    own = ctx.runtime.scoring.of_sets.get(places[0].held_out.name)
     answers = await asyncio.gather(*map(respond, places))
     if scored_by_group(ctx.runtime, answers[0], own):
         results = await score_group(ctx.runtime, answers, own)

@@ -27,18 +27,10 @@ class Scoring:
 
     def __init__(self, config: RunConfig) -> None:
         self._reward = config.reward
-        self._of_sources, self._of_sets = own_rewards(config)
+        self.of_sources, self.of_sets = own_rewards(config)  # rewards that sources and held-out sets name
         self._pool: WorkerPool | None = None
         self._credit: WorkerPool | None = None
         self._batches: ScoringBatches | None = None
-
-    def of_source(self, name: str) -> Selected | None:
-        """The reward that a source sets."""
-        return self._of_sources.get(name)
-
-    def of_set(self, name: str) -> Selected | None:
-        """The reward that a held-out set sets."""
-        return self._of_sets.get(name)
 
     def selected(self, sample: Scorable, own: Selected | None) -> Selected:
         """The reward of a sample. own: the reward of its source or set. Errors: UnknownRewardError."""

@@ -44,7 +44,7 @@ def scored_as_one(runtime: Runtime, rows: Iterable[Unscored], groups: Collection
         row["group_id"]
         for row in rows
         if row["group_id"] in groups
-        and scored_by_group(runtime, row, runtime.scoring.of_source(row["source"]))
+        and scored_by_group(runtime, row, runtime.scoring.of_sources.get(row["source"]))
     }
 
 

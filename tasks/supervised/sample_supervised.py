@@ -110,15 +110,8 @@ def _sample(ctx: IterationContext, group: DrawnGroup, read: UsablePrompt, positi
     chat = next(source.chat for source in ctx.config.data.sources if source.name == group.source)
     response = response_of(read, group.source, ctx.runtime.prompts.tokenizer, chat)
     return BatchSample(
+        **group.of_sample(0),
         sample_id=sample_id(group.group_id, 0),
-        group_id=group.group_id,
-        prompt_id=group.prompt_id,
-        iteration=group.iteration,
-        source=group.source,
-        index=0,
-        prompt=group.prompt,
-        label=group.label,
-        metadata=group.metadata,
         tokens=[*group.prompt_tokens, *response.tokens],
         response_length=len(response.tokens),
         response=response.text,

@@ -64,7 +64,7 @@ def context(
         run_folder=RunFolder(config.storage.root, config.run.name),
         memory=SimpleNamespace(for_engines=ready),
         scoring=SimpleNamespace(
-            score=score_unless_unreadable, of_set=scoring.of_set, selected=scoring.selected
+            score=score_unless_unreadable, of_sets=scoring.of_sets, selected=scoring.selected
         ),
         prompts=SimpleNamespace(
             tokenizer=SimpleNamespace(ends=AnswerEnds()),

@@ -187,7 +187,7 @@ def selected(config: RunConfig, scoring: Scoring, field: str) -> tuple[Selected 
     """The reward that a source or set has of its own, and the row's metadata."""
     if ".named." in field:
         return None, '{"reward": "other"}'
-    own = {"data": scoring.of_source("sums"), "evaluation": scoring.of_set("easy")}
+    own = {"data": scoring.of_sources.get("sums"), "evaluation": scoring.of_sets.get("easy")}
     return own.get(field.partition(".")[0]), "null"
 
 

@@ -37,17 +37,17 @@ TRIES = 5  # tries in all
 Write = Callable[[TurnRow], Awaitable[None]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MadeSample:
     """One branch of a finished rollout, with the values of its row. For a failed rollout: the prompt, and the reason."""
 
     sample_id: str
     samples: int  # samples of the rollout
-    role: str | None
+    role: str | None = None
     prompt_ids: list[int]
     response_ids: list[int]
     loss_mask: list[int]
-    trained_mask: list[int] | None  # None: loss_mask
+    trained_mask: list[int] | None = None  # None: loss_mask
     logprobs: list[float]
     policy_versions: list[Any]
     engine_id: str
@@ -56,10 +56,10 @@ class MadeSample:
     reason: str | None
     response: str  # text of the last turn
     dialogue: str | None
-    reward: float | None
-    parts: Figures | None
-    texts: Texts | None
-    answer: str | None
+    reward: float | None = None
+    parts: Figures | None = None
+    texts: Texts | None = None
+    answer: str | None = None
 
 
 class SessionRunner:
@@ -218,11 +218,9 @@ def _failed(rollout: SessionRollout, branch: Branch, reason: str) -> MadeSample:
     return MadeSample(
         sample_id=rollout.opening.rollout_id,
         samples=1,
-        role=None,
         prompt_ids=list(rollout.opening.prompt_ids),
         response_ids=[],
         loss_mask=[],
-        trained_mask=None,
         logprobs=[],
         policy_versions=[],
         engine_id=rollout.engine_id,
@@ -231,8 +229,4 @@ def _failed(rollout: SessionRollout, branch: Branch, reason: str) -> MadeSample:
         reason=reason,
         response="",
         dialogue=json_text(rollout.said[0].messages),
-        reward=None,
-        parts=None,
-        texts=None,
-        answer=None,
     )

@@ -358,24 +358,6 @@ class SessionRollout:
         )
 
     def _row(self, branch: Branch, event: int, *, kind: TurnKind, **given: Any) -> TurnRow:
-        values: dict[str, Any] = {
-            "segment": 0,
-            "prompt": "",
-            "new_ids": [],
-            "output_ids": [],
-            "rollout_logprobs": [],
-            "policy_versions": [],
-            "engine_id": "",
-            "seed": 0,
-            "ended": "",
-            "new": None,
-            "text": "",
-            "tool": None,
-            "arguments": None,
-            "failed": False,
-            "timings": [],
-            **given,
-        }
         return TurnRow(
             rollout_id=self.opening.rollout_id,
             group_id=self.opening.group_id,
@@ -386,7 +368,7 @@ class SessionRollout:
             name=branch.name,
             event=event,
             kind=kind,
-            **values,
+            **given,
         )
 
 
