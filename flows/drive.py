@@ -117,7 +117,7 @@ async def drive(
         driver.uncancel()
         message = f"Ended by {by}. What finished is kept, and the same command goes on."
         # the command waits until the flow runs' states are set
-        with on_signal(_nothing):
+        with on_signal(lambda: None):
             await asyncio.to_thread(cancel_ended, str(flow_run.id), message)
         # Prefect takes the returned state as the end's state
         return cast(DriveResult, Cancelled(message=message))
@@ -139,10 +139,6 @@ async def _record_end(runtime: Runtime, lease: Lease, error: BaseException) -> N
             await record_end(runtime, lease.token, by, error)
     except (MillraceError, OSError) as failed:
         log.warning("run.json does not record how this start ended: %s", failed)
-
-
-def _nothing() -> None:
-    """Ignore signals while a command reports that it ends."""
 
 
 async def _drive(

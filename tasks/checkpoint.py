@@ -59,7 +59,9 @@ async def _save(ctx: IterationContext, record: CheckpointRecord, done: int, *, b
     """Save this iteration's checkpoint, or start to. Call it only while no other checkpoint is written."""
     path = ctx.run_folder.checkpoint_path(done)
     if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
-        record["dropped"] += await asyncio.to_thread(_drop_unfinished, ctx, done)
+        # a kill or a fault may have left some, and this checkpoint may need their space
+        left = await asyncio.to_thread(unfinished_checkpoints, ctx.run_folder, before=done)
+        record["dropped"] += await asyncio.to_thread(_drop, ctx, left)
         async with (
             ctx.runtime.memory.for_trainer() as trainer
             # all of the trainer's state must be on the GPU to be saved
@@ -123,11 +125,6 @@ def _retain(ctx: IterationContext) -> list[str]:
         if value is not None:
             scores[done] = -value if rule.keep_best.endswith(LOWEST) else value
     return _drop(ctx, checkpoints_to_drop(complete, rule.keep_last, rule.keep_every, scores))
-
-
-def _drop_unfinished(ctx: IterationContext, done: int) -> list[str]:
-    """Remove remains of earlier checkpoints after a kill or a fault: the next checkpoint may need their space."""
-    return _drop(ctx, unfinished_checkpoints(ctx.run_folder, before=done))
 
 
 def _drop(ctx: IterationContext, numbers: list[int]) -> list[str]:

@@ -26,7 +26,8 @@ class _ErrorsOnce(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR and record.getMessage().startswith(STATES):
             return False
-        error = _error_of(record)
+        raised = record.exc_info[1] if record.exc_info else None
+        error = first_error(raised) if raised else None
         if error is None:
             return True
         if isinstance(error, MillraceError):
@@ -70,9 +71,3 @@ def log_errors_once(*, by_command: bool = False) -> None:
             handler.addFilter(_on_terminal)
     # Prefect connects again when its server is back; websockets logs a traceback for each connection that was cut
     logging.getLogger("websockets.client").setLevel(logging.CRITICAL)
-
-
-def _error_of(record: logging.LogRecord) -> BaseException | None:
-    """The error that a record is about; the first one of an exception group."""
-    error = record.exc_info[1] if record.exc_info else None
-    return first_error(error) if error else None

@@ -140,8 +140,12 @@ class Lease(PassedLease):
         files, owner = Store(store.url), uuid.uuid4().hex
         while True:
             before = _newest(files)
-            if before is not None:
-                _wait_until_free(files, before)
+            if before is not None and not _is_free(files, before):
+                raise LeaseHeldError(
+                    f"driven by {before}",
+                    where=files.url,
+                    remedy="stop that process, or start under another run.name",
+                )
             token = before.token + 1 if before else 1
             claim = _Claim(token=token, owner=owner, folder=files.real_url, process=ProcessIdentity.own())
             lease = cls(files, claim)
@@ -225,19 +229,6 @@ def find_driver(store: Store) -> ProcessIdentity | None:
     files = Store(store.url)
     holder = _newest(files)
     return None if holder is None or _is_free(files, holder) else holder.process
-
-
-def _wait_until_free(store: Store, holder: _Claim) -> None:
-    """Return when the holder has released the run, is dead, or has shown no renewal for `duration_s()`.
-
-    Raises LeaseHeldError if it lives. A newer holder is left to the caller.
-    """
-    if not _is_free(store, holder):
-        raise LeaseHeldError(
-            f"driven by {holder}",
-            where=store.url,
-            remedy="stop that process, or start under another run.name",
-        )
 
 
 def _is_free(store: Store, holder: _Claim) -> bool:

@@ -121,7 +121,9 @@ class WorkerPool:
         if answer is None:
             self._discard(call, worker)
             return Outcome("timed_out", reason=f"no answer within {call.timeout_s:g} s"), False
-        self._give_back(call, worker)
+        call.release()
+        with self._lock:
+            self._idle.append(worker)
         try:
             kind, value = pickle.loads(answer)  # noqa: S301 - from our child process
         except Exception as error:  # noqa: BLE001 - results that cannot be unpickled raise anything
@@ -156,11 +158,6 @@ class WorkerPool:
                 ) from error
             self._all.add(worker)
             return worker, True
-
-    def _give_back(self, call: _Call, worker: WorkerProcess) -> None:
-        call.release()
-        with self._lock:
-            self._idle.append(worker)
 
     def _discard(self, call: _Call, worker: WorkerProcess) -> None:
         call.release()

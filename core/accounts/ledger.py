@@ -217,7 +217,9 @@ class Ledger:
         shares = {name: replace(share) for name, share in self._shares.items()}
         cursors = {part: replace(cursor) for part, cursor in self._cursors.items()}
         while len(keys) < count:
-            name = _furthest_behind(shares, weights)
+            # the largest credit after the next draw's weights; the first by name among equals
+            drawn_from = [name for name in shares if weights[name] > 0]
+            name = max(drawn_from, key=lambda name: shares[name].credit + weights[name])
             part = self._part(name, shares[name].fresh, standing)
             _take(shares, weights, name)
             keys.append(self._next(cursors, part, iteration))
@@ -321,12 +323,6 @@ def epoch_order(seed: int, source: str, epoch: int, rows: int, shuffle: bool) ->
         return np.arange(rows, dtype=np.int64)
     number = derived_seed(seed, "epoch", source, epoch)
     return np.random.RandomState([number & 0xFFFFFFFF, number >> 32]).permutation(rows).astype(np.int64)
-
-
-def _furthest_behind(shares: Mapping[str, _Share], weights: Mapping[str, float]) -> str:
-    """The source with the largest credit after the next draw's weights; the first by name among equals."""
-    drawn_from = [name for name in shares if weights[name] > 0]
-    return max(drawn_from, key=lambda name: shares[name].credit + weights[name])
 
 
 def _take(shares: Mapping[str, _Share], weights: Mapping[str, float], name: str) -> None:

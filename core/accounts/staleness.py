@@ -31,11 +31,6 @@ class VersionRange:
         """One version."""
         return cls(version, version)
 
-    @property
-    def is_one(self) -> bool:
-        """Whether one version generates all of it."""
-        return self.oldest == self.newest
-
     def __contains__(self, version: object) -> bool:
         return isinstance(version, int) and self.oldest <= version <= self.newest
 

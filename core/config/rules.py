@@ -40,11 +40,6 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def storage_problems(config: RunConfig) -> Iterator[Problem]:
-    """Storage that only one process can see."""
-    yield from memory_only("storage.root", config.storage.root)
-
-
 def memory_only(field: str, place: str | None) -> Iterator[Problem]:
     """A memory:// path, which other processes cannot see."""
     if place and place.startswith("memory://"):
@@ -274,7 +269,7 @@ def between_fields(config: RunConfig) -> list[Problem]:
         *data.problems(config),
         *evaluation_problems(config),
         *checkpoint_problems(config),
-        *storage_problems(config),
+        *memory_only("storage.root", config.storage.root),
         *tracking_problems(config),
         *engines.problems(config),
         *placement_problems(config),

@@ -13,7 +13,12 @@ from millrace.core.config.trainer import Parallel, Schedule
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Steps, layout, packs and learning rates that do not add up, and options of megatron-core that are not passed on."""
     yield from _batch(config)
-    yield from _passes(config)
+    if config.algorithm.supervised and config.trainer.passes > 1:
+        yield config.problem(
+            "trainer.passes",
+            "algorithm.loss=sft draws its rows again once all were drawn",
+            "set it to 1, and raise run.iterations",
+        )
     if config.trainer.rank is None:
         yield from layout_problems(config)
         yield from megatron_options.problems(config)
@@ -21,7 +26,12 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield from _of_megatron(config)
     yield from _pack(config)
     yield from _optimizer(config)
-    yield from _store_logprobs(config)
+    if config.trainer.store_logprobs and config.algorithm.supervised:
+        yield config.problem(
+            "trainer.store_logprobs",
+            "with algorithm.loss=sft no policy sampled the tokens",
+            "set it to false, or leave it out",
+        )
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
@@ -32,15 +42,6 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             "trainer.global_batch",
             f"rollout.prompts × rollout.samples_per_prompt = {samples} samples an iteration are not a whole number of steps",
             f"set it to a divisor of {samples} such as {near}, or leave it out for one step an iteration",
-        )
-
-
-def _passes(config: RunConfig) -> Iterator[Problem]:
-    if config.algorithm.supervised and config.trainer.passes > 1:
-        yield config.problem(
-            "trainer.passes",
-            "algorithm.loss=sft draws its rows again once all were drawn",
-            "set it to 1, and raise run.iterations",
         )
 
 
@@ -123,15 +124,6 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
             )
         elif o.lr >= s.min_lr > critic.lr:
             yield from _schedule(config, "trainer.schedule", s, peak, critic.lr)
-
-
-def _store_logprobs(config: RunConfig) -> Iterator[Problem]:
-    if config.trainer.store_logprobs and config.algorithm.supervised:
-        yield config.problem(
-            "trainer.store_logprobs",
-            "with algorithm.loss=sft no policy sampled the tokens",
-            "set it to false, or leave it out",
-        )
 
 
 def _schedule(config: RunConfig, field: str, s: Schedule, of_peak: str, peak: float) -> Iterator[Problem]:

@@ -113,7 +113,9 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["model_commit"] = commit
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
     ahead = ahead_of(record)
-    if "ahead" not in record or _asks_for_another(before, runtime.config):
+    p, then = runtime.config.pipeline, before.pipeline
+    # a lowered setting stays lowered, unless this start changes how far ahead the run goes
+    if "ahead" not in record or (then.ahead, then.min_ess) != (p.ahead, p.min_ess):
         ahead = ahead.since(undrawn, runtime.config.pipeline.ahead)
     runtime.prompts.use_ahead(ahead)
     record["ahead"] = spans_of(ahead)
@@ -148,11 +150,6 @@ def _settle_earlier(
     earlier = [attempt["flow_run_id"] for attempt in attempts if attempt["flow_run_id"] not in ours]
     if earlier:
         settle(earlier, f"Its process was killed. The run goes on as flow run {flow_run.name}.")
-
-
-def _asks_for_another(before: RunConfig, now: RunConfig) -> bool:
-    """Whether this start changes how far ahead the run goes; if not, a lowered setting stays lowered."""
-    return (before.pipeline.ahead, before.pipeline.min_ess) != (now.pipeline.ahead, now.pipeline.min_ess)
 
 
 def check_goes_on(record: dict[str, Any], flow_run_id: str, complete: int) -> None:

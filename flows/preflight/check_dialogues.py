@@ -14,7 +14,7 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.chat_options import chat_options
 from millrace.core.contracts.rows.messages import for_template, trained_messages, with_system
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, refuse
-from millrace.flows.preflight.check_model import ReadModel
+from millrace.flows.preflight.check_model import ReadModel, template_problem
 from millrace.flows.preflight.first_rows import CheckedRows
 
 ROWS = 500  # number of rendered dialogues; each is rendered twice for each turn
@@ -24,9 +24,7 @@ def check_dialogues(rows: CheckedRows, model: ReadModel) -> Iterator[Problem]:
     """Problems of the first dialogues; fills the rows' pieces and texts. A dialogue that cannot be trained is a refused row."""
     if model.template is None:
         if not model.has_template and model.shape:
-            yield Problem(
-                "model.chat_template",
-                None,
+            yield template_problem(
                 f"the tokenizer has no chat template, which the dialogues of {rows.field} need",
                 "name a file with one",
             )
@@ -41,9 +39,7 @@ def check_dialogues(rows: CheckedRows, model: ReadModel) -> Iterator[Problem]:
     gone = {item.row for item in refused}
     rows.usable = [row for row in rows.usable if row.row not in gone]
     if not rows.usable:
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             f"none of the first {len(refused)} dialogues of {rows.origin} can be trained; row {refused[0].row}: "
             f"{refused[0].reason}",
             f"name another template, or set {rows.field}.loss_on to last_assistant",
@@ -53,9 +49,7 @@ def check_dialogues(rows: CheckedRows, model: ReadModel) -> Iterator[Problem]:
     if "tools" not in model.template.variables and any(
         chat_options(rows.source, row.metadata).tools for row in rows.usable[:ROWS]
     ):
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             f"it does not show the model the tools of {rows.field}",
             f"name a template that writes `tools`, or set {rows.field}.tools_key to null",
         )

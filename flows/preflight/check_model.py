@@ -220,6 +220,11 @@ def _tokenizer(config: RunConfig, found: ReadModel) -> Iterator[Problem]:
         yield Problem("model.chat_template", file, f"{whose}no Jinja template: {error}", "correct that line")
 
 
+def template_problem(reason: str, remedy: str) -> Problem:
+    """A problem of the chat template, wherever it comes from."""
+    return Problem("model.chat_template", None, reason, remedy)
+
+
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """The special tokens of a tokenizer of the tokenizers library, by text; none without one."""
     tokens = tokenizer.get_added_tokens_decoder() if tokenizer else {}

@@ -9,7 +9,7 @@ from millrace.connectors.huggingface.template import ChatTemplate, last_text
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.chat_options import RESERVED, chat_options
 from millrace.core.contracts.rows.prompts import Prompt, PromptRow
-from millrace.flows.preflight.check_model import ReadModel
+from millrace.flows.preflight.check_model import ReadModel, template_problem
 from millrace.flows.preflight.first_rows import CheckedRows
 
 ROWS, TEXT = 2_000, 1 << 19  # rows that are rendered, and about the characters in them
@@ -24,9 +24,7 @@ def rendered(rows: CheckedRows, model: ReadModel) -> Generator[Problem, None, li
     chosen = _first(rows.usable)
     plain = [isinstance(row.prompt, str) and not source.chat for row in chosen]
     if not all(plain) and not model.has_template and model.shape:
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             f"the tokenizer has no chat template, which the prompts of {field} need",
             f"name a file with one, or set {field}.chat=false if they are plain text",
         )
@@ -49,9 +47,7 @@ def rendered(rows: CheckedRows, model: ReadModel) -> Generator[Problem, None, li
             yield _refused(rows, model.template, row, error)
             return []
         if len(texts) < COMPARED and last_text(row.prompt) not in text:
-            yield Problem(
-                "model.chat_template",
-                None,
+            yield template_problem(
                 f"it leaves out the prompt: {last_text(row.prompt)[:SHOWN]!r} of {field} is not in the text it makes",
                 "have it write message['content'] of every message",
             )
@@ -77,9 +73,7 @@ def _unread(rows: CheckedRows, template: ChatTemplate, chosen: Sequence[PromptRo
                 "correct the name or remove it",
             )
     if "tools" not in template.variables and any(chat_options(source, row.metadata).tools for row in chosen):
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             f"it does not show the model the tools of {rows.field}",
             f"name a template that writes `tools`, or set {rows.field}.tools_key to null",
         )
@@ -118,9 +112,7 @@ def _ready(template: ChatTemplate, prompt: Prompt, template_kwargs: Mapping[str,
         return
     before, found, _ = answered.removeprefix(sent).partition(ANSWER)
     if sent == without and answered.startswith(sent) and found and before.strip():
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             f"it has no generation prompt: the sent text ends in {sent[-SHOWN:]!r}, and an answer starts after {before!r}",
             "end it with {% if add_generation_prompt %}" + before + "{% endif %}",
         )
@@ -141,9 +133,7 @@ def _refused(rows: CheckedRows, template: ChatTemplate, row: PromptRow, error: V
                 f"the chat template accepts no system message: {error}",
                 "remove it, or put it into the prompts",
             )
-    return Problem(
-        "model.chat_template",
-        None,
+    return template_problem(
         f"it fails on the prompts of {rows.field}, first on row {row.row}: {error}",
         "correct the template, or name another file",
     )

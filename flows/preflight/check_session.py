@@ -20,7 +20,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.hooks.rollout_selection import UnknownRolloutError, rollout_function, rollout_functions
 from millrace.core.sessions.tools import LoadedTool
 from millrace.flows.preflight.check_data import unknown_names
-from millrace.flows.preflight.check_model import ReadModel
+from millrace.flows.preflight.check_model import ReadModel, template_problem
 from millrace.flows.preflight.first_rows import CheckedRows
 
 SHOWN = 60
@@ -83,17 +83,13 @@ def _reads_calls(model: ReadModel) -> Iterator[Problem]:
     except ValueError:
         shown = False
     if not shown:
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             "it does not show the model any tools",
             "name a template that writes `tools`, or describe them in data.sources[].system and call them from "
             "rollout.session.function",
         )
     elif not model.reads_answers and template_for(template.text) is None:
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             "how this model writes its calls of tools is not known",
             "give the tokenizer a response_template (transformers has it), or read the calls in rollout.session.function",
         )
@@ -119,17 +115,13 @@ def _leaves_history(
         )
         found = next((difference for difference in differences if difference), None)
     except ValueError as error:
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             f"it refuses a dialogue in which a message of the {follows} follows a turn: {error}",
             "name a template that takes such dialogues",
         )
         return
     if found:
-        yield Problem(
-            "model.chat_template",
-            None,
+        yield template_problem(
             f"it rewrites earlier turns ({found.dialogue}): where {found.grown[:SHOWN]!r} was sent it would send "
             f"{found.rendered[:SHOWN]!r} later",
             "name a template that leaves them as they were, or set rollout.session.history=append: then generated tokens still stay in the prompt",

@@ -29,7 +29,9 @@ async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> li
     judged in their turn, so that they do not change which groups are kept.
     """
     if ctx.config.pipeline.rollouts_from:
-        return await _among_stored(judging, need)
+        # nothing can be generated: groups that the filter wants beyond the stored ones are left out
+        await judging.read()
+        return [group for group in judging.groups[: _wanted(judging, need)] if group.judgement]
     spare = math.ceil(ctx.config.filter.oversample * ctx.config.rollout.prompts)
     _take_in(judging, await ctx.stream.until_joined())
     groups = judging.groups
@@ -45,13 +47,6 @@ async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> li
         if all(group.judgement for group in groups[:wanted]):
             return groups[:wanted]
         await ctx.stream.wait(revision)
-
-
-async def _among_stored(judging: Judging, need: int) -> list[ScoredGroup]:
-    """Judge stored groups, if none can be generated: groups that the filter wants beyond the stored ones are left out."""
-    await judging.read()
-    wanted = _wanted(judging, need)
-    return [group for group in judging.groups[:wanted] if group.judgement]
 
 
 def _wanted(judging: Judging, need: int) -> int:

@@ -29,7 +29,10 @@ class WeightsFolder:
         self.version: int | None = None
         self._by_url = config.sync.by_url
         if self._by_url:
-            self._store = _in_storage(config, identity)
+            # within the run's folder, whose lease keeps other drivers out
+            mine = Store(config.sync.directory or "").child(f"millrace-{identity}")
+            mine.remove("", recursive=True)
+            self._store = mine.child(uuid.uuid4().hex)
         else:
             where = os.path.abspath(config.sync.directory) if config.sync.directory else None
             self._store = Store(own_folder(f"millrace-{identity}", where))
@@ -68,10 +71,3 @@ class WeightsFolder:
 def _name(version: int | None) -> str:
     assert version is not None
     return f"weights-{version:08d}"
-
-
-def _in_storage(config: RunConfig, identity: str) -> Store:
-    """This driver's folder within the run's folder. The run's lease keeps other drivers out."""
-    mine = Store(config.sync.directory or "").child(f"millrace-{identity}")
-    mine.remove("", recursive=True)
-    return mine.child(uuid.uuid4().hex)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from prefect import task
 
@@ -68,7 +68,11 @@ async def _losses(ctx: IterationContext, done: int, version: int) -> HeldOutReco
             await kill_point(ctx.index, "held_out_loss", "in")
         rows = [made[prompt.row.prompt_id] for prompt in prompts.usable]
         file = await write_set(ctx, held_out, done, rows)
-        sets[held_out.name] = {"file": file, **_figures(rows), "subsets": dict(_subsets(rows))}
+        subsets = {
+            name: _figures([row for row in rows if row.subset == name])
+            for name in sorted({row.subset for row in rows if row.subset is not None})
+        }
+        sets[held_out.name] = {"file": file, **_figures(rows), "subsets": subsets}
     seconds = time.perf_counter() - started
     return {"version": version, "done": done, "sets": sets, "seconds": seconds, "files": ctx.parts[KIND]}
 
@@ -122,8 +126,3 @@ def _figures(rows: Sequence[EvaluatedSample]) -> HeldOutSubset:
         total += row.loss * row.loss_tokens
     loss = total / tokens
     return {"samples": len(rows), "tokens": tokens, "loss": loss, "perplexity": math.exp(loss)}
-
-
-def _subsets(rows: Sequence[EvaluatedSample]) -> Iterator[tuple[str, HeldOutSubset]]:
-    for name in sorted({row.subset for row in rows if row.subset is not None}):
-        yield name, _figures([row for row in rows if row.subset == name])

@@ -53,8 +53,7 @@ def test_a_range_of_versions_holds_both_ends() -> None:
     versions = VersionRange(4, 6)
     assert [version in versions for version in (3, 4, 6, 7)] == [False, True, True, False]
     assert [versions.nearest(version) for version in (0, 5, 9)] == [4, 5, 6]
-    assert VersionRange.only(3).is_one
-    assert not versions.is_one
+    assert VersionRange.only(3) == VersionRange(3, 3)
 
 
 def test_how_far_ahead_a_run_was_is_kept_by_the_iteration_that_is_drawn() -> None:

@@ -113,7 +113,8 @@ class _Reader:
     def rows(self, first: int, head: bool) -> Iterator[Item]:
         """Its rows; `first` is the number of the first one."""
         if not self._name.endswith((".parquet", ".arrow")):
-            yield from self._jsonl(first)
+            for number, line in enumerate(lines(self._store.blocks(self._name)), first):
+                yield line_of(line.removeprefix(MARK) if number == first else line, number, self._source)
             return
         with ExitStack() as stack:
             data = (
@@ -143,10 +144,6 @@ class _Reader:
 
     def _open(self) -> Any:
         return self._store.fs.open(f"{self._store.root}/{self._name}", "rb")
-
-    def _jsonl(self, first: int) -> Iterator[Item]:
-        for number, line in enumerate(lines(self._store.blocks(self._name)), first):
-            yield line_of(line.removeprefix(MARK) if number == first else line, number, self._source)
 
     def _read(self, data: Any, buffered: int) -> Iterator[pa.RecordBatch]:
         """Batches of the needed columns, a few rows each. Raises DataError if they unpack to far more than the file's size."""

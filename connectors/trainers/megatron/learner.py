@@ -91,14 +91,9 @@ class Learner:
         self.passes = LogprobForwardBackward(
             config, self.policy.models, inner, device, vocab=hf["vocab_size"], temperature=temperature
         )
-        self.critic = RankCritic(config, hf, device) if self.needs_critic else None
+        self.critic = RankCritic(config, hf, device) if self.algorithm.critic is not None else None
         self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None
         self._iteration: _Iteration | None = None
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the advantage estimator reads values."""
-        return self.algorithm.critic is not None
 
     def _needs_old(self, steps: int) -> bool:
         """Whether the trainer's log-probabilities from before the iteration need a forward pass."""
@@ -107,14 +102,6 @@ class Learner:
             return False
         in_advantage = a.distils_in_advantage or (a.kl_placement == "reward" and o.needs_ref)
         return in_advantage or (o.needs_old and (steps > 1 or o.needs_recompute))
-
-    def _needs_sampled(self, steps: int) -> bool:
-        """Whether the comparison with the engine needs an additional forward pass over the samples of later steps.
-
-        It does if the engine's log-probabilities serve as old ones, since then no other pass computes the trainer's before the
-        first update.
-        """
-        return self.objective.ratio_to_rollout and steps > 1
 
     # the batches of an iteration
 
@@ -154,8 +141,9 @@ class Learner:
         """Batches from step `version` on, with all values under the weights from before the iteration."""
         steps, passes = sorted({row.train_step for row in rows}), self.config.trainer.passes
         old = self._needs_old(len(steps) * passes)
-        # at a later step the weights have changed since sampling
-        sampled = self._needs_sampled(len(steps) * passes) and version == steps[0]
+        # If the engine's log-probabilities serve as old ones, no other pass computes the trainer's before the first update, for the
+        # comparison of both; at a later step the weights have changed since sampling
+        sampled = self.objective.ratio_to_rollout and len(steps) * passes > 1 and version == steps[0]
         whiten = self.algorithm.whiten and not self.objective.supervised
         if (old or whiten or self.critic is not None) and version != steps[0]:
             raise TrainerError(

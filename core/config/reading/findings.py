@@ -117,7 +117,7 @@ def as_problem(item: Mapping[str, Any]) -> Problem:
     if kind == "literal_error" and place.field:
         choices = [choice.strip(" '") for choice in context["expected"].replace(" or ", ",").split(",")]
         return Problem(field, value, REASONS[kind], _choose(str(value), choices))
-    reason = REASONS.get(kind, _lower(item["msg"]))
+    reason = REASONS.get(kind, item["msg"][:1].lower() + item["msg"][1:])
     return Problem(field, value, reason, _remedy(kind, context, place))
 
 
@@ -216,7 +216,3 @@ def _other_key(place: FieldPath) -> str:
 def _description(place: FieldPath) -> str:
     text = (place.field.description or "").split(". ")[0].split("; ")[0].rstrip(".") if place.field else ""
     return f" ({text})" if text else ""
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]

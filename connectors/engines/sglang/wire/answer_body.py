@@ -43,10 +43,12 @@ def read_answer(body: bytes) -> Any:
         answer = orjson.loads(body)
         tokens = NO_TOKENS
     else:
-        last, end = _end_of_pairs(body, pairs.end())
-        tokens = _read_pairs(body, pairs.end(), last)
+        start = pairs.end()
+        last, end = _end_of_pairs(body, start)
+        as_columns = _read_columns(body, start, last) if last - start >= LONG and last <= MOST_BYTES else None
+        tokens = as_columns or _read_flat(body[start:last])
         answer = orjson.loads(
-            _without_ids(body[: pairs.end()].rpartition(b":")[0]) + b":null" + _without_ids(body[end:])
+            _without_ids(body[:start].rpartition(b":")[0]) + b":null" + _without_ids(body[end:])
         )
     if isinstance(answer, dict) and "meta_info" in answer:
         answer["meta_info"]["output_token_logprobs"] = tokens
@@ -61,12 +63,6 @@ def _end_of_pairs(body: bytes, start: int) -> tuple[int, int]:
     if last < 0 or body[last + 1 : outer].strip():
         raise ValueError("its log-probabilities do not end, or are none of numbers")
     return last, outer + 1
-
-
-def _read_pairs(body: bytes, start: int, end: int) -> OutputTokens:
-    """Parse the pairs between these positions, which exclude the outer brackets."""
-    as_columns = _read_columns(body, start, end) if end - start >= LONG and end <= MOST_BYTES else None
-    return as_columns or _read_flat(body[start:end])
 
 
 def _read_columns(body: bytes, start: int, end: int) -> OutputTokens | None:

@@ -213,11 +213,7 @@ def _start_writer(descriptor: int) -> subprocess.Popen[bytes]:
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": _search_path(),
+            # with which the writer finds the same millrace
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         },
     )
-
-
-def _search_path() -> str:
-    """This process's module search path, with which the writer finds the same millrace."""
-    return os.pathsep.join(path for path in sys.path if path)

@@ -185,7 +185,9 @@ def load(learner: Learner, url: str) -> Loaded:
                 remedy="load it with the model that it was saved from",
             ) from error
         learner.load_state(state)
-        _set_rng(state["rng"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        if torch.cuda.is_available() and "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
     return Loaded(int(state["version"]), marker["last"])
 
 
@@ -223,12 +225,6 @@ def _rng() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _set_rng(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _read_marker(store: Store) -> dict[str, Any] | None:
