@@ -160,7 +160,7 @@ ROWS = {
         "async with self._changed": HELD,
         "progress.wait": INSIDE,
         "self._changed.wait_for": INSIDE,
-        "self._progress.wait": INSIDE,
+        "self.progress.wait": INSIDE,
     },
     "connectors/huggingface/pretrained.py": {
         "subprocess.run": "pip's download, which its user watches, outside any run"
