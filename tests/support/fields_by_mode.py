@@ -94,6 +94,7 @@ MODES: dict[str, list[str]] = {
     "sglang": GPUS,
     "prefill": [*GPUS, "engines.count=3", "engines.prefill=2"],
     "parallel": ["trainer.world_size=8", "trainer.parallel={tensor: 2, sequence: true}"],
+    "pipelined": ["trainer.world_size=4", "trainer.parallel.pipeline=2"],
     "shared_gpus": [*GPUS, "placement.colocate=true"],
     "external": ["engines={kind: external, addresses: ['http://127.0.0.1:30000'], key: '${env:KEY}'}"],
     "disk": ["sync={kind: disk, directory: /shared}"],
