@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.core.families.family import REFUSED, Bound, Honoured, ModelPart
+from millrace.core.families.quantised.kinds import REMEDY, is_read
 
 
 def same_as_heads(sizes: Mapping[str, Any]) -> Any:
@@ -41,7 +42,7 @@ _DTYPES = ("float32", "float16", "bfloat16", None)
 
 # keys that have one meaning in every decoder here
 BOUND = {
-    "quantization_config": Bound((None,), remedy=UNQUANTISED),
+    "quantization_config": Bound((None,), is_read, remedy=REMEDY),
     "compression_config": Bound((None,), remedy=UNQUANTISED),
     "dtype": Bound(_DTYPES, remedy=UNQUANTISED),
     "torch_dtype": Bound(_DTYPES, remedy=UNQUANTISED),

@@ -1,6 +1,6 @@
 """The values of a checkpoint folder's tensors, read one at a time: by the trainer, the embedded engine and conversion.
 
-Owns that a tensor is read when it is asked for, and no other with it. `tensors.py` decides which tensors a folder must hold.
+Owns that a tensor is read when it is asked for, and no other with it, and that a quantised weight is made of its parts then. `tensors.py` decides which tensors a folder must hold.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ from torch import Tensor
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.config_file import WHOLE
-from millrace.core.families.tensors import NAMES, StoredTensor, kept_tensors, weight_tensors
+from millrace.core.families.tensors import NAMES, QuantisedTensor, StoredTensor, kept_tensors, weight_tensors
 
 EVERY = slice(None)
+# with those of quantised weights' parts
+TYPES = {name: getattr(torch, kind) for name, kind in NAMES.items()} | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 class FolderTensors:
@@ -56,11 +62,22 @@ class FolderTensors:
         """A tensor of the folder, or these rows of its first dimension. Raises ConfigError if its file cannot be read."""
         stored = self.stored.get(name) or self.kept[name]
         try:
-            return self._view(name, stored.file)[rows] if self._mapped else self._copy(stored, rows)
-        except (OSError, EOFError, SafetensorError) as error:
+            return self._made(name, stored, rows)
+        except (OSError, EOFError, ValueError, SafetensorError) as error:
             raise ConfigError(
                 f"{stored.file} cannot be read: {error}", where=self._where, remedy=remedy_of(error, WHOLE)
             ) from error
+
+    def _made(self, name: str, stored: StoredTensor, rows: slice) -> Tensor:
+        if isinstance(stored, QuantisedTensor):
+            parts = stored.parts
+
+            def read(part: str, some: slice) -> Tensor:
+                return self._made(part, parts[part], some)
+
+            made: Tensor = stored.quantisation.values(name, stored.shape, rows, read)
+            return made
+        return self._view(name, stored.file)[rows] if self._mapped else self._copy(stored, rows)
 
     def _view(self, name: str, file: str) -> Tensor:
         if file not in self._open:
@@ -76,6 +93,4 @@ class FolderTensors:
             file.seek(stored.start + row * start)
             if file.readinto(buffer) < len(buffer):
                 raise EOFError("it ends too early")
-        return torch.frombuffer(buffer, dtype=getattr(torch, NAMES[stored.dtype])).reshape(
-            -1, *stored.shape[1:]
-        )
+        return torch.frombuffer(buffer, dtype=TYPES[stored.dtype]).reshape(-1, *stored.shape[1:])

@@ -53,8 +53,12 @@ def write_side_files(folder: Path, model: str, served: Served) -> None:
 
 
 def name_dtype(path: Path, dtype: str) -> None:
-    """Write the weights' type into a config.json, under the keys that it already uses; otherwise under transformers 5's key."""
+    """Write the weights' type into a config.json, under the keys that it already uses; otherwise under transformers 5's key.
+
+    Weights that were quantised are written in that type, so that how they were goes.
+    """
     config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
     for name in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
         config[name] = dtype
     path.write_text(json_text(config, indent=2) + "\n", encoding="utf-8")

@@ -21,6 +21,8 @@ from millrace.core.families.architecture import Architecture
 from millrace.core.families.config_file import WHOLE
 from millrace.core.families.decoder import EMBEDDING, HEAD, UNQUANTISED
 from millrace.core.families.family import ModelPart
+from millrace.core.families.quantised.kinds import DTYPE as MADE_IN
+from millrace.core.families.quantised.kinds import Quantisation, quantisation_of
 from millrace.core.families.registry import family_named
 
 INDEX = "model.safetensors.index.json"
@@ -46,6 +48,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     end: int
+
+
+@dataclass(frozen=True)
+class QuantisedTensor(StoredTensor):
+    """A weight that is made of several tensors of weight files; `dtype` is the type that it is made in."""
+
+    parts: Mapping[str, StoredTensor]
+    quantisation: Quantisation
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -92,7 +102,7 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
     read, or that no parameter of the model takes; a stored output layer of a tied model must equal the embedding.
     """
     where = f"{field} = {folder}"
-    stored = _stored_tensors(Path(folder), where)
+    stored = _model_tensors(Path(folder), where)
     shapes = tensor_shapes(arch)
     further = _of_further_layers(arch)
     for name, tensor in stored.items():
@@ -131,7 +141,7 @@ def kept_tensors(folder: str, arch: Architecture, field: str = "model.path") -> 
         name.format(layer=layer) for part in fixed for layer in arch.expert_layers for name in part.tensors
     }
     further = _of_further_layers(arch)
-    stored = _stored_tensors(Path(folder), f"{field} = {folder}")
+    stored = _model_tensors(Path(folder), f"{field} = {folder}")
     return {name: tensor for name, tensor in stored.items() if name in names or further.match(name)}
 
 
@@ -149,6 +159,42 @@ def stored_type(folder: str) -> str | None:
         # `weight_tensors` gives the reason
         return None
     return NAMES.get(embedding.dtype) if embedding else None
+
+
+def _model_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's model: those of its weight files, of which some may make one quantised weight."""
+    stored, quantisation = _stored_tensors(folder, where), _quantisation(folder)
+    if quantisation is None:
+        return stored
+    by_weight: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        by_weight.setdefault(quantisation.weight_of(name), {})[name] = tensor
+    made: dict[str, StoredTensor] = {}
+    for name, parts in by_weight.items():
+        if parts.keys() == {name} and parts[name].dtype in BYTES:
+            made[name] = parts[name]
+            continue
+        headers = {part: (tensor.dtype, tensor.shape) for part, tensor in parts.items()}
+        if problem := quantisation.problem(name, headers):
+            raise ConfigError(problem, where=where, remedy=WHOLE)
+        file, shape = next(iter(parts.values())).file, quantisation.shape(name, headers)
+        made[name] = QuantisedTensor(file, MADE_IN, shape, 0, 0, parts, quantisation)
+    if not any(isinstance(tensor, QuantisedTensor) for tensor in made.values()):
+        reason = "config.json: quantization_config says how weights are quantised, and none of them is"
+        raise ConfigError(reason, where=where, remedy=f"remove the key, or {WHOLE}")
+    return made
+
+
+def is_quantised(folder: str) -> bool:
+    """Whether a folder's weights are stored quantised, in a way that is read."""
+    return _quantisation(Path(folder)) is not None
+
+
+def _quantisation(folder: Path) -> Quantisation | None:
+    """How the folder's weights are quantised. `read_hf_config` refuses what is not read."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return quantisation_of(config.get("quantization_config"))
 
 
 def _stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
@@ -230,7 +276,7 @@ def _header(path: Path, where: str) -> dict[str, StoredTensor]:
 
 def _equal(folder: Path, one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors have the same type and bytes."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (one.dtype, one.shape) != (other.dtype, other.shape) or isinstance(one, QuantisedTensor):
         return False
     with (folder / one.file).open("rb") as left, (folder / other.file).open("rb") as right:
         left.seek(one.start)

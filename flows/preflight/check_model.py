@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -22,15 +23,17 @@ from millrace.connectors.teachers.served_teacher import FIELD as TEACHER
 from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.connectors.teachers.teacher_tokenizer import UnprovenError, differing_text
 from millrace.core.config import RunConfig, layout_rules
+from millrace.core.config.engine_kinds import SGLANG
 from millrace.core.config.megatron_options.rules import router_problems
 from millrace.core.config.model_preset import differences
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.plan.layout import layout_of, visible_gpus
 from millrace.core.errors import ConfigError, StorageError, remedy_of
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.chat_templates import TemplateLimitError
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.presets import PRESETS
-from millrace.core.families.tensors import weight_tensors
+from millrace.core.families.tensors import is_quantised, weight_tensors
 from millrace.core.families.tokenizer_file import engine_ends
 from millrace.flows.driver.named_model import DType, model_here, of_new_run, stored_as
 
@@ -86,6 +89,7 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
             if config.model.dtype == "auto":
                 yield Problem(error.where, "auto", error.reason, error.remedy)
         yield from router_problems(config, shape)
+        yield from _quantised(config, path)
     if os.path.isdir(path) or config.model.tokenizer:
         yield from _tokenizer(config, found)
     yield from _reference(config, shape, may_be_made)
@@ -94,6 +98,18 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
     for field, folder in beside.items():
         if folder and not (may_be_made and not os.path.exists(Path(folder) / "config.json")):
             yield from _beside(config, field, folder, shape)
+
+
+def _quantised(config: RunConfig, path: str) -> Iterator[Problem]:
+    """A problem if SGLang would serve quantised weights: it then cannot take the trainer's, which are not."""
+    kind = layout_of(config, visible_gpus()).engine_kind
+    if is_quantised(path) and kind is SGLANG and not config.algorithm.supervised:
+        yield Problem(
+            "model.path",
+            path,
+            "its weights are quantised: SGLang serves them so, and then takes no weights of the trainer",
+            f"write them in bfloat16 and name that folder: millrace convert {shlex.quote(path)} FOLDER --to hf",
+        )
 
 
 def _beside(config: RunConfig, field: str, path: str, shape: Architecture | None) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.conversion.conversion import RECORD, Conversion, Order
@@ -129,7 +129,40 @@ def test_there_and_back_every_familys_tensors_are_the_same(
     convert(tmp_path / "there", tmp_path / "back")
     assert_same(tmp_path / "back", source)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "modeling_own.py"):
-        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+        found, original = ((folder / name).read_text() for folder in (tmp_path / "back", source))
+        assert (json.loads(found) == json.loads(original)) if name.endswith(".json") else found == original
+
+
+def test_layers_that_predict_further_tokens_come_back_unchanged(
+    model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """megatron's model has none: they lie beside it, or in the folder that describes it."""
+    source = shutil.copytree(model("deepseek_v3"), tmp_path / "source")
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    _set(source, num_nextn_predict_layers=1)
+    more = {
+        f"model.layers.{layers}.{name}.weight": torch.randn(size).bfloat16()
+        for name, size in {"eh_proj": (8, 16), "enorm": (8,), "mlp.experts.3.up_proj": (4, 8)}.items()
+    }
+    save_file({**tensors_of(source), **more}, source / "model.safetensors")
+    convert(source, tmp_path / "there")
+    convert(tmp_path / "there", tmp_path / "back")
+    assert_same(tmp_path / "back", source)
+    shutil.rmtree(tmp_path / "there" / "hugging_face")
+    convert(tmp_path / "there", tmp_path / "described", source)
+    assert_same(tmp_path / "described", source)
+
+
+def test_layers_of_several_types_need_one_to_be_asked_for(model: Callable[..., Path], tmp_path: Path) -> None:
+    source = shutil.copytree(model(), tmp_path / "source")
+    tensors = tensors_of(source)
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name].bfloat16()}, source / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match="linear_fc2.weight would be of types bfloat16, float32; .* --dtype"
+    ):
+        convert(source, tmp_path / "made")
+    convert(source, tmp_path / "made", dtype=torch.float32)
 
 
 def test_a_type_is_asked_for(model: Callable[..., Path], tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ class Conversion:
         }
         form = order.to or ("hf" if self.source.form == "torch_dist" else "torch_dist")
         self.target: Target = (
-            HuggingFaceTarget(self.dtypes) if form == "hf" else TorchDistTarget(self.dtypes, self.source.arch)
+            HuggingFaceTarget(self.dtypes)
+            if form == "hf"
+            else TorchDistTarget(self.dtypes, self.source.arch, self.every)
         )
         self.folder = target
         self._files = self._planned(order.file_bytes)

@@ -83,7 +83,7 @@ class HuggingFaceSource:
 
     def state(self) -> str:
         """A hash of the folder's configuration, and of the sizes and times of its weight files."""
-        return _state(self.folder, sorted({stored.file for stored in self._tensors.stored.values()}))
+        return _state(self.folder, sorted(path.name for path in self.folder.glob("*.safetensors")))
 
 
 class TorchDistSource:

@@ -104,7 +104,6 @@ class TorchDistWeights:
             if index.offset is not None
         }
         self._arch = arch
-        self._last: tuple[tuple[str, Shape], Tensor] | None = None
         _check_arguments(common_arguments(folder), arch, folder)
         every = parameters(arch)
         self._places = {parameter.name: self._place(parameter) for parameter in every}
@@ -181,7 +180,11 @@ class TorchDistWeights:
             first, last = max(start, offsets[depth]), min(stop, offsets[depth] + sizes[depth])
             if first >= last or not all(0 <= at < size for at, size in zip(inner, sizes, strict=False)):
                 continue
-            read = self._chunk(key, offsets, sizes)[inner][first - offsets[depth] : last - offsets[depth]]
+            # how many of the chunk's rows are before these
+            before = 0
+            for at, size in zip((*inner, first - offsets[depth]), sizes, strict=False):
+                before = before * size + at
+            read = self._read(key, offsets, sizes, slice(before, before + last - first), depth)
             if tuple(read.shape) == shape:
                 return read
             whole = torch.empty(shape, dtype=read.dtype) if whole is None else whole
@@ -198,30 +201,38 @@ class TorchDistWeights:
             )
         return whole
 
-    def _chunk(self, key: str, offsets: Shape, sizes: Shape) -> Tensor:
-        """A chunk. The last one is kept: the next rows may be in it too."""
-        if self._last is None or self._last[0] != (key, offsets):
-            self._last = None  # before the next is read
-            self._last = (key, offsets), self._read(key, offsets, sizes)
-        return self._last[1]
-
-    def _read(self, key: str, offsets: Shape, sizes: Shape) -> Tensor:
+    def _read(self, key: str, offsets: Shape, sizes: Shape, rows: slice, depth: int) -> Tensor:
+        """Rows of a chunk, which are its sizes after `depth` and all before together. Reads no other bytes of it."""
         place = self._stored.get((key, offsets))
         if place is None:
             raise CorruptFileError(f"it has no place of {key}", where=str(self.folder / NAME), remedy=COPY)
-        path = self.folder / place.relative_path
+        path, row = self.folder / place.relative_path, sizes[depth + 1 :]
         try:
             with path.open("rb") as file:
                 view: Any = _create_file_view(file, place.offset, place.length)
-                read = torch.load(view, map_location="cpu", weights_only=True)
-            if not isinstance(read, Tensor) or read.numel() != math.prod(sizes):
-                raise ValueError("it is no tensor of the size that the table of contents names")
+                with torch.serialization.skip_data():
+                    chunk = torch.load(view, map_location="cpu", weights_only=True)
+                if (
+                    not isinstance(chunk, Tensor)
+                    or chunk.numel() != math.prod(sizes)
+                    or not chunk.is_contiguous()
+                ):
+                    raise ValueError("it is no tensor as the table of contents names it")
+                width = math.prod(row) * chunk.itemsize
+                buffer = bytearray(width * (rows.stop - rows.start))
+                view.seek(0)
+                archive: Any = torch._C.PyTorchFileReader(view)
+                start = archive.get_record_offset("data/0")
+                start += chunk.storage_offset() * chunk.itemsize + rows.start * width
+                file.seek(place.offset + start)
+                if start + len(buffer) > place.length or file.readinto(buffer) < len(buffer):
+                    raise EOFError("it ends too early")
         except WRONG as error:
             reason = str(error).partition("\n")[0]
             raise CorruptFileError(
                 f"{key} cannot be read: {reason}", where=str(path), remedy=remedy_of(error, COPY)
             ) from error
-        return read.detach().reshape(sizes)
+        return torch.frombuffer(buffer, dtype=chunk.dtype).reshape(-1, *row)
 
 
 class _Inert:

@@ -46,6 +46,7 @@ from millrace.connectors.trainers.megatron.conversion.stored_weights import (
     TRACKER,
     model_arguments,
 )
+from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.served_files import ALONE, name_dtype, write_side_files
 from millrace.core.families.tensors import INDEX, NAMES, ONLY_FILE
@@ -144,8 +145,22 @@ class TorchDistTarget:
 
     form: Form = "torch_dist"
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype], arch: Architecture) -> None:
+    def __init__(
+        self, dtypes: Mapping[str, torch.dtype], arch: Architecture, every: Sequence[Parameter]
+    ) -> None:
+        """Raises ConfigError if a tensor, which all layers share, would have several types."""
         self._dtypes, self._arch = dtypes, arch
+        of_key: dict[str, set[str]] = {}
+        for parameter in every:
+            (key,) = parameter.own_place(arch).keys
+            of_key.setdefault(key, set()).add(_name(dtypes[parameter.name]))
+        for key, types in of_key.items():
+            if len(types) > 1:
+                raise ConfigError(
+                    f"{key} would be of types {', '.join(sorted(types))}",
+                    where="source",
+                    remedy="say which type all weights shall have: --dtype bfloat16",
+                )
 
     def file(self, number: int, of: int) -> str:
         """The path of a weight file."""
