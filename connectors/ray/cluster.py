@@ -349,6 +349,9 @@ def _start() -> str:
         "--port=0",  # Ray picks and binds a port in one step; a port picked here could be taken before
         "--include-dashboard=false",
         "--disable-usage-stats",
+        # nothing scales this head, and drivers do not ask for its processes' logs: two processes fewer to start
+        "--no-monitor",
+        "--include-log-monitor=false",
         f"--temp-dir={folder / head.RAYS}",
     ]
     command += [

@@ -124,7 +124,6 @@ ROWS = {
         (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/generate")),
     ),
     "Ray's figures": Row("ray::DashboardAgent", ("figures", "grpc", "http")),
-    "Ray's autoscaler": Row("/ray/autoscaler/_private/monitor.py", ("figures",)),
     "Ray's dashboard": Row("/ray/dashboard/dashboard.py", ("figures",)),
     "Ray's environments": Row("ray::RuntimeEnvAgent", ("http",)),
     "Ray's actors": Row("ray::", ("grpc", "nothing")),  # ranks meet there, and move gradients and weights
@@ -134,7 +133,7 @@ ROWS = {
 }
 # the number of their ports is fixed: the first head on a machine has them
 OF_ONE_HEAD = {
-    *(("Ray's autoscaler", "figures"), ("Ray's dashboard", "figures"), ("Ray's figures", "http")),
+    *(("Ray's dashboard", "figures"), ("Ray's figures", "http")),
 }
 COMMON = (
     *(("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/docs")),

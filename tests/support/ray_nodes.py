@@ -137,6 +137,7 @@ class RayNodes:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+        command += ["--no-monitor", "--include-log-monitor=false"]  # no driver asks for what they do
         if number:
             command += [f"--address={self.address}"]
         else:

@@ -224,9 +224,13 @@ async def test_actors_are_found_again_after_their_driver_was_killed(ray_home: Pa
     assert not any(map(psutil.pid_exists, pids))
 
 
-async def test_the_head_listens_on_loopback_only_and_is_found_again(joined: str) -> None:
+async def test_the_head_listens_on_loopback_only_scales_nothing_and_is_found_again(joined: str) -> None:
     record = cluster._read()
     assert record is not None
+    processes = [psutil.Process(pid) for pid in record["pids"] if psutil.pid_exists(pid)]
+    programs = {Path(each).name for process in processes for each in process.cmdline()}
+    assert "dashboard.py" in programs
+    assert not programs & {"monitor.py", "log_monitor.py"}
     assert cluster.local_head() == record["address"]
     listening = [
         connection
