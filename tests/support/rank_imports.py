@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 
 from millrace.connectors.trainers.megatron.rank import TrainerRank
@@ -11,3 +12,6 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 warnings.simplefilter("ignore")
 TrainerRank({}, 0, 1).prepare()
+PREPARED = frozenset(sys.modules)
+
+import pandas  # noqa: E402, F401 pyarrow loads it when a rank reads its first batch

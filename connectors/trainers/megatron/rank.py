@@ -78,6 +78,10 @@ class TrainerRank(RankWeights):
         if self.settings.get("trainer", {}).get("device") == "cpu":
             # compiling would take seconds and save microseconds
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        from millrace.connectors.trainers.megatron import chunks, comparison, learner, packing  # noqa: F401
+        from millrace.connectors.trainers.megatron.checkpoint import background  # noqa: F401
+        from millrace.connectors.trainers.megatron.optim import offload  # noqa: F401
+        from millrace.connectors.trainers.megatron.process import distributed  # noqa: F401
 
         if not gc.get_freeze_count():  # once, since `setup` calls this again
             collect_garbage()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,25 @@ def fingerprint(rank: Any) -> tuple[list[float], int, float]:
 
 def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name not in ("seconds", "tokens_per_second")}
+
+
+def loaded_after_prepare(_: Any) -> list[str]:
+    from tests.support.rank_imports import PREPARED
+
+    return sorted(
+        name
+        for name in set(sys.modules) - PREPARED
+        if name.startswith(("torch.", "megatron.", "transformers."))
+    )
+
+
+def test_a_rank_that_was_prepared_loads_its_libraries_once(group: Group, batch: str) -> None:
+    """What `prepare` leaves out, a trainer loads only when its engines already wait for it."""
+    group.train([1], batch.format(1))
+    (loaded,) = group.run(loaded_after_prepare)
+    assert len(loaded) < 20, (
+        loaded
+    )  # torch loads a module or two when it first uses them; all of it are hundreds
 
 
 def test_the_version_held_is_answered_from_memory_the_next_is_made_and_any_other_is_refused(
