@@ -1,7 +1,7 @@
 """Trainer state on storage: models, optimizers, schedules, algorithm, RNG and weight version, in megatron's torch_dist format.
 
-Owns which files a checkpoint has and when it is complete. A checkpoint loads under any layout of tensor, pipeline, context and
-data parallelism.
+Owns which files a checkpoint has and when it is complete. A checkpoint loads under any layout of tensor, pipeline, context,
+expert and data parallelism.
 """
 
 from __future__ import annotations

@@ -221,27 +221,51 @@ def _bytes_if_first(part: Any) -> int:
     return sum(keys * torch.float32.itemsize * parameter.numel() for parameter in parameters)
 
 
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load moments, main parameters and step counts, and add the parts that megatron omits without Transformer Engine.
+def load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Load moments, main parameters and the number of steps, which all parameters share.
 
-    The numbers of the parameter groups (rates, betas, ...) stay the configuration's, not the saving run's from the state dict.
+    The numbers of the parameter groups (rates, betas, ...) stay the configuration's. So does their division into parts: a layout
+    has a separate part for experts if other ranks hold them than hold the rest, and a stage without experts has none.
     """
-    parts = parts_of(optimizer)
+    parts, steps = parts_of(optimizer), _steps_of(state)
     configured = [_group_numbers(part) for part in parts]
-    states = [state] if len(parts) == 1 else [state[number] for number in sorted(state)]
-    for part, part_state in zip(parts, states, strict=True):
-        if not isinstance(part, DistributedOptimizer):
-            adam = part_state.get("optimizer", part_state)["state"]
-            adam.setdefault("common_step", torch.zeros((), dtype=torch.float32))  # a step of 0 is not saved
+    loaded = [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]
+    states = [_state_of_part(part, own, steps) for part, own in zip(parts, loaded, strict=True)]
     try:
         with patches.steps_kept_on_load(_distributed(parts)), torch.no_grad():
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
     finally:
         for part, numbers in zip(parts, configured, strict=True):
             for group, own in zip(part.optimizer.param_groups, numbers, strict=True):
                 group.update(own)
             _unshare_steps(part.optimizer)
         fused_adamw.install(optimizer)
+
+
+def _steps_of(state: dict[Any, Any]) -> Any:
+    """The number of steps, from the first part that the saving rank had. A number of 0 may not be stored."""
+    for part in (state, *(value for key, value in state.items() if isinstance(key, int))):
+        adam = part.get("optimizer", part)
+        for group in adam.get("param_groups", ()):
+            if "step" in group:
+                return group["step"]
+        if "common_step" in adam.get("state", {}):
+            return adam["state"]["common_step"]
+    return torch.zeros((), dtype=torch.float32)
+
+
+def _state_of_part(part: Any, loaded: dict[str, Any], steps: Any) -> dict[str, Any]:
+    """A part's own state with the loaded tensors and number of steps."""
+    own: dict[str, Any] = part.state_dict()
+    adam = own.get("optimizer", own)
+    if isinstance(part, DistributedOptimizer):
+        for group in adam["param_groups"]:
+            group["step"] = steps
+        kind = SHARDING["distrib_optim_sharding_type"]
+        return {**own, "param_state": loaded["param_state"], "param_state_sharding_type": kind}
+    adam["state"] = {**loaded.get("optimizer", loaded)["state"], "common_step": steps}
+    mains = "fp32_from_fp16_params"
+    return {**own, mains: loaded[mains]} if mains in own else own
 
 
 def _group_numbers(part: Any) -> list[dict[str, Any]]:
