@@ -21,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from examples.plain_rl import adamw, grpo_loss
 from millrace.core.config import RunConfig
+from millrace.core.config.trainer import Parallel
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.family import Family
@@ -204,6 +205,10 @@ def alone(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
         return made[f"{kind} {changes}"]
 
     return make
+
+
+def test_every_field_of_a_layout_has_a_row() -> None:
+    assert {name for each in SPLITS.values() for name in each.parallel} == set(Parallel.model_fields)
 
 
 @pytest.mark.parametrize(
