@@ -38,6 +38,7 @@ class Engines(ScriptedEngines):
     def __init__(self, *texts: str, fails: Callable[[str], bool] = lambda _: False) -> None:
         super().__init__(fails)
         self.texts = texts
+        self.tokenizer, self.end = TOKENIZER, "<|im_end|>"
 
     async def generate(
         self,
@@ -52,18 +53,27 @@ class Engines(ScriptedEngines):
     ) -> Generation:
         await super().generate(input_ids, params, rid=rid, session=session)
         turn = int(rid.rpartition(".")[2])
-        text = self.texts[min(turn, len(self.texts) - 1)] + "<|im_end|>"
-        ids = TOKENIZER.tokenizer(text, add_special_tokens=False)["input_ids"][: params["max_new_tokens"]]
+        text = self.texts[min(turn, len(self.texts) - 1)] + self.end
+        ids = self.tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"][
+            : params["max_new_tokens"]
+        ]
         finish = "stop" if len(ids) < params["max_new_tokens"] else "length"
         return generation(ids, [-0.5] * len(ids), text, finish)
 
 
 class Place:
-    """A task's runner, and what it wrote. pools: of earlier places, by their settings: one of the same settings is used again."""
+    """A task's runner, and what it wrote. pools: of earlier places, by their settings: one of the same settings is used again.
+
+    family: whose chat template is used, besides chatml; the engines' texts then hold the tokens that end turns.
+    """
 
     def __init__(
         self, config: RunConfig, engines: Engines, pools: dict[str, SessionPool], **settings: Any
     ) -> None:
+        self.tokenizer = TOKENIZER
+        if "family" in settings:
+            self.tokenizer = PromptTokenizer(tokenizer_of(settings.pop("family")))
+            engines.tokenizer, engines.end = self.tokenizer, ""
         tools = [f"{FUNCTIONS}:{name}" for name in settings.pop("tools", ())]
         tools += settings.pop("module_tools", ())
         for form in ("function", "environment"):
@@ -87,7 +97,7 @@ class Place:
         sampling = Sampling(max_new_tokens=200)
         self.generator = SampleGenerator(config, sampling, ready, budget)
         self.runner = SessionRunner(
-            self.settings, sampling, self.pool, Dialogues(TOKENIZER, schemas), self.generator, {}
+            self.settings, sampling, self.pool, Dialogues(self.tokenizer, schemas), self.generator, {}
         )
 
     async def run(
@@ -99,7 +109,7 @@ class Place:
         source: Source | None = None,
     ) -> list[MadeSample]:
         prompt = [{"role": "user", "content": "1+1="}]
-        ids = TOKENIZER.encode_prompts([prompt], chat=True)[0]
+        ids = self.tokenizer.encode_prompts([prompt], chat=True)[0]
         opening = Opening(rollout, "g", prompt, ids, seed=7, chat=True, longest=longest, columns=source)
 
         async def write(row: TurnRow) -> None:

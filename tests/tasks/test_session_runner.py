@@ -125,6 +125,37 @@ async def test_tools_alone_go_on_until_no_turn_calls_one(make_place: Callable[..
     assert sample.reward is None
 
 
+NAMED = {
+    # family: a turn with a call, and how the answer of its tool begins in the prompt of the next one
+    "kimi_k2": (
+        "<think></think><|tool_calls_section_begin|><|tool_call_begin|>functions.add:4<|tool_call_argument_begin|>"
+        '{"a": 1, "b": 2}<|tool_call_end|><|tool_calls_section_end|><|im_end|>',
+        "<|im_system|>add<|im_middle|>## Return of functions.add:4\n3<|im_end|>",
+    ),
+    "harmony": (
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>',
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>',
+    ),
+    "mistral_json": (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]</s>',
+        '[TOOL_RESULTS] {"content": "3", "call_id": "abcdefghi"}[/TOOL_RESULTS]',
+    ),
+}
+
+
+@pytest.mark.parametrize("family", NAMED)
+async def test_the_answer_of_a_tool_names_the_call_that_it_is_for(
+    make_place: Callable[..., Place], family: str
+) -> None:
+    turn, answer = NAMED[family]
+    ended = {"kimi_k2": "It is 3.<|im_end|>", "harmony": "<|channel|>final<|message|>It is 3.<|return|>"}
+    place = make_place(turn, ended.get(family, "It is 3.</s>"), tools=["add"], max_tokens=1000, family=family)
+    await place.run(longest=4000)
+    (_, first, *_), (_, second, *_) = place.engines.requests
+    decode = place.tokenizer.tokenizer.decode
+    assert decode(second).startswith(decode(first) + turn + answer)
+
+
 async def test_branches_are_samples_of_their_own_that_train_nothing_twice(
     make_place: Callable[..., Place],
 ) -> None:
