@@ -19,11 +19,14 @@ from tests.support.s3_server import BUCKET, s3_server
 SHARED = {
     "engine_contract": ("on", "engine"),  # an embedded engine
     "flows": ("workplace", "whole"),  # a Prefect server, a Ray head and an undisturbed run
+    "golden": ("workers",),  # as megatron
     "megatron": ("workers",),  # the process that trainer ranks are forked from
+    "rank_contract": ("trainer",),  # as megatron
     "ray": ("ray_home", "joined", "head_folder"),  # a Ray head
     "sglang": ("make_fleet", "routers", "handles"),  # two embedded engines and their routers
     "sglang_protocol": ("http", "served"),  # an embedded engine
 }
+AS_MEGATRON = ("golden", "rank_contract")  # folders whose ranks are forked from the same process
 WHOLE_RUNS_S = 3600  # slow tests wait with patience of their own, which lasts longer on a busy machine
 
 
@@ -53,7 +56,9 @@ def shared_servers(file: Path) -> str | None:
     folder = file.parent.name
     names = "|".join(SHARED.get(folder, ()))
     used = rf'\b({names}): |usefixtures\("({names})"'
-    return folder if names and re.search(used, file.read_text()) else None
+    if not names or not re.search(used, file.read_text()):
+        return None
+    return "megatron" if folder in AS_MEGATRON else folder
 
 
 @pytest.hookimpl(trylast=True)

@@ -67,7 +67,8 @@ def test_files_that_use_a_folders_servers_share_a_process_and_others_do_not() ->
     assert {"test_kills.py", "test_tampering.py", "test_training_run.py"} <= shared["flows"]
     assert {"test_actors.py", "test_left_cluster.py", "test_task_processes.py"} <= shared["ray"]
     assert {"test_fleet.py", "test_router.py", "test_flushing.py"} <= shared["sglang"]
-    assert {"test_layouts.py", "test_buckets.py"} <= shared["megatron"]
+    forked = {"test_layouts.py", "test_buckets.py", "test_curves.py", "test_rank_contract.py"}
+    assert forked <= shared["megatron"]
     assert all(len(shared[folder]) == 3 for folder in ("engine_contract", "sglang_protocol"))
     names = set().union(*shared.values())
     assert not names & {

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import boto3
 import pytest
-import s3fs
 
 from tests.pairs import place as files
 from tests.pairs.features import FEATURES, ITERATIONS, TEACHER, WEIGHTS
@@ -36,6 +34,8 @@ def pair_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 @pytest.fixture(scope="module")
 def versions_bucket(s3_bucket: str) -> str:
     """Another bucket, which keeps what is removed."""
+    import boto3
+
     client = boto3.client("s3")
     name = WEIGHTS.removeprefix("s3://")
     client.create_bucket(Bucket=name)
@@ -64,6 +64,8 @@ def made(place: Workplace, names: list[str], bucket: str, weights: str, tmp_path
         verdict = place.call("verify", "a", "--root", root)
     assert "nothing is wrong" in verdict
     if on_s3:
+        import s3fs
+
         s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"]).get(
             f"{url.removeprefix('s3://')}/a", str(tmp_path / "root" / "a"), recursive=True
         )

@@ -19,7 +19,7 @@ from millrace.connectors.engines.embedded.model import (
 from millrace.core.families.registry import BUILT_IN
 from tests.support.tiny_models import save_tiny_model
 
-LENGTH = 32
+LENGTH, PLACES = 32, 12  # of the text; of them by one token at a time, more than the window
 KINDS: dict[str, dict[str, Any]] = {family.name: {} for family in BUILT_IN} | {
     "mistral": {"sliding_window": 5}
 }
@@ -33,6 +33,6 @@ def test_a_token_at_a_time(tmp_path: Path, family: str) -> None:
     tokens = torch.arange(LENGTH) * 7 % 37
     expected, _ = decoder.prefill(tokens[None])
     cache = Cache(shape, ROWS, 64, torch.float32)
-    for place in range(LENGTH):
+    for place in range(PLACES):
         one = decoder.decode(tokens[place].repeat(ROWS), torch.full((ROWS,), place), cache)
         torch.testing.assert_close(one, expected[0, place].expand_as(one), atol=1e-5, rtol=0)
