@@ -111,12 +111,10 @@ def configure(folder: Path, config: dict[str, Any] | None) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
 
 
-@pytest.fixture(params=list(KIND_OF))
-def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, dict[str, Tensor]]:
-    """The kind, a folder with the linear layers of one layer of two quantised, and what it is read as."""
+def quantise(kind: str, folder: Path) -> dict[str, Tensor]:
+    """Store the linear layers of a folder's second layer quantised; returns what all weights are read as."""
     torch.manual_seed(0)
-    config, store = KIND_OF[request.param]
-    folder = save_tiny_model(tmp_path / "quantised", "qwen3", 37)
+    config, store = KIND_OF[kind]
     configure(folder, config)
     stored, made = {}, {}
     for name, original in load_file(folder / "model.safetensors").items():
@@ -126,7 +124,14 @@ def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path
             parts, made[name] = store(name, tensor)
         stored |= parts
     save_file(stored, folder / "model.safetensors")
-    return request.param, folder, made
+    return made
+
+
+@pytest.fixture(params=list(KIND_OF))
+def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, dict[str, Tensor]]:
+    """The kind, a folder with some weights quantised, and what all are read as."""
+    folder = save_tiny_model(tmp_path / "quantised", "qwen3", 37)
+    return request.param, folder, quantise(request.param, folder)
 
 
 def test_each_kind_has_a_row() -> None:

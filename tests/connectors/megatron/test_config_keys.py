@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from millrace.core.families.config_file import (
 )
 from millrace.core.families.registry import BUILT_IN, family_named
 from millrace.core.families.rotary import ROTARY
+from tests.core.test_quantised import KIND_OF, quantise
 from tests.support.slow_members import slow_but
 from tests.support.tiny_models import know_kimi
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
@@ -187,6 +189,7 @@ def with_config(folder: Path, config: str) -> str:
 def trainers(rank: Any, folder: str, url: str) -> list[float]:
     """Log-probabilities by a second model that a rank builds from a folder."""
     from millrace.connectors.trainers.megatron.forward_backward import LogprobForwardBackward
+    from millrace.connectors.trainers.megatron.optim.optimizer import called
     from millrace.connectors.trainers.megatron.packing import make_packs
     from millrace.connectors.trainers.megatron.trainable_model import model_from_hf
     from millrace.core.families.architecture import architecture
@@ -195,7 +198,7 @@ def trainers(rank: Any, folder: str, url: str) -> list[float]:
     with rank._working("score"):
         inner = model_from_hf(rank.config, folder, hf, rank.device)
         passes = LogprobForwardBackward(
-            rank.config, inner, inner, rank.device, vocab=hf["vocab_size"], temperature=1.0
+            rank.config, called(inner), inner, rank.device, vocab=hf["vocab_size"], temperature=1.0
         )
         packs = make_packs(rank._read(url), rank.config, architecture(hf), rank.device)
         values = passes.logprobs(packs)
@@ -369,6 +372,17 @@ def test_policy_critic_and_teacher_read_their_folders_whole(
                 group.run(load, whose, str(folder))
             assert str(refusal.value).startswith(f"ConfigError: {field} = {folder}: ")
             assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", list(KIND_OF))
+def test_a_trainer_scores_quantised_weights_as_what_they_are_read_as(
+    kind: str, model: Callable[..., Path], scorer: Callable[[str, Path], torch.Tensor], tmp_path: Path
+) -> None:
+    folder, plain = (shutil.copytree(model("qwen3"), tmp_path / name) for name in ("quantised", "plain"))
+    save_file(quantise(kind, folder), plain / "model.safetensors")
+    theirs, ours = (scorer((each / "config.json").read_text(), each) for each in (plain, folder))
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, scorer((plain / "config.json").read_text(), model("qwen3")))
 
 
 USED = {"use_sliding_window": True, "sliding_window": 3}
