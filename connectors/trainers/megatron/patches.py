@@ -231,6 +231,32 @@ def parameters_saved_in_place(optimizers: list[Any], state_of: Callable[..., Any
 
 
 @contextlib.contextmanager
+def empty_parts_saved(optimizers: list[Any]) -> Iterator[None]:
+    """DistributedOptimizer (megatron-core 0.16 to 0.19): its state has the step of its parameters, and raises if it has none.
+
+    A pipeline rank without experts has such a part, since every rank has the parts of all.
+    """
+
+    def groups_alone(optimizer: Any) -> Callable[[], Any]:
+        def state_dict() -> Any:
+            groups = [{**group, "step": 0.0} for group in optimizer.optimizer.param_groups]
+            for group in groups:
+                del group["params"]
+            return {"optimizer": {"param_groups": groups}}
+
+        return state_dict
+
+    for optimizer in optimizers:
+        optimizer.state_dict, optimizer.load_state_dict = groups_alone(optimizer), lambda _: None
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            vars(optimizer).pop("state_dict")
+            vars(optimizer).pop("load_state_dict")
+
+
+@contextlib.contextmanager
 def steps_kept_on_load(optimizers: list[Any]) -> Iterator[None]:
     """DistributedOptimizer (megatron-core 0.16 to 0.19): loading sets a parameter's state without Adam's `step`.
 

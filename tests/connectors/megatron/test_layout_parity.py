@@ -52,7 +52,7 @@ SPLITS = {
     "tp1": Split(1, {}),
     "tp2": Split(2, {"tensor": 2, "sequence": True}),
     "tp2 of one key head": Split(2, {"tensor": 2, "sequence": True}, model=ONE_KEY_HEAD),
-    "tp4 of two key heads": Split(4, {"tensor": 4, "sequence": True}),
+    "tp4 of two key heads": Split(4, {"tensor": 4, "sequence": True}, model={"num_attention_heads": 4}),
     "pp2": Split(2, {"pipeline": 2}),
     "uneven pp2": Split(2, {"pipeline": 2}, {"num_layers_in_first_pipeline_stage": 1}, THREE),
     "pp2 by a layout": Split(2, {"pipeline": 2}, {"pipeline_model_parallel_layout": "Ett|tL"}, THREE),

@@ -23,21 +23,25 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _fusable(part: Any) -> bool:
-    """Whether this is torch's AdamW over parameters on a GPU."""
-    adam = part.optimizer
-    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
-    return isinstance(adam, torch.optim.AdamW) and bool(parameters) and all(p.is_cuda for p in parameters)
+    """Whether this is torch's AdamW, and its parameters are on a GPU."""
+    return isinstance(part.optimizer, torch.optim.AdamW) and all(p.is_cuda for p in _parameters(part))
+
+
+def _parameters(part: Any) -> list[Tensor]:
+    """A part's parameters. A pipeline rank without experts has none in the part of experts."""
+    return [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
 
 
 def applies(optimizer: Any) -> bool:
     """Whether `gradient_norm` and `step` may replace the optimizer's own."""
-    return bool(_parts(optimizer)) and all(_fusable(part) for part in _parts(optimizer))
+    parts = _parts(optimizer)
+    return any(map(_parameters, parts)) and all(map(_fusable, parts))
 
 
 def install(optimizer: Any) -> None:
     """Make AdamW one kernel and the copy of the weights another, if possible. Call it again after loading a state."""
     for part in _parts(optimizer):
-        if not _fusable(part):
+        if not _parameters(part) or not _fusable(part):
             continue
         adam = part.optimizer
         for group in adam.param_groups:
@@ -83,8 +87,7 @@ def gradient_norm(optimizer: Any) -> Tensor:
     total: Tensor | None = None
     for part in _parts(optimizer):
         grads = part.get_main_grads_for_grad_norm()
-        device = part.optimizer.param_groups[0]["params"][0].device
-        square = torch.zeros((), dtype=torch.float32, device=device)
+        square = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
         if grads:
             square = torch.stack(torch._foreach_norm(grads)).square().sum()
         if dist.get_world_size(part.get_grad_stats_parallel_group()) > 1:
@@ -99,7 +102,6 @@ def step(optimizer: Any, norm: float) -> None:
     """One AdamW step on gradients clipped by their `norm`. The kernel divides gradients while it reads them."""
     for part in _parts(optimizer):
         adam, clip = part.optimizer, part.config.clip_grad
-        device = adam.param_groups[0]["params"][0].device
         divisor = (norm + 1e-6) / clip if clip > 0 else 0.0
-        patches.set_gradient_divisor(adam, torch.full((), divisor, device=device) if divisor > 1 else None)
+        patches.set_gradient_divisor(adam, torch.full((), divisor, device="cuda") if divisor > 1 else None)
     assert optimizer.step_with_ready_grads(), "the optimizer skipped a step with finite gradients"

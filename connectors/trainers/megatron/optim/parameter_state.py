@@ -195,7 +195,10 @@ def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: boo
     parts = parts_of(optimizer)
     for part in parts:
         _fill_state(part.optimizer)
-    with patches.parameters_saved_in_place(_distributed(parts), sharded_parameter_state):
+    with (
+        patches.empty_parts_saved(_empty(parts)),
+        patches.parameters_saved_in_place(_distributed(parts), sharded_parameter_state),
+    ):
         state: dict[str, Any] = optimizer.sharded_state_dict(
             model_state, is_loading=loading, metadata=SHARDING
         )
@@ -229,10 +232,15 @@ def load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
     """
     parts, steps = parts_of(optimizer), _steps_of(state)
     configured = [_group_numbers(part) for part in parts]
-    loaded = [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]
-    states = [_state_of_part(part, own, steps) for part, own in zip(parts, loaded, strict=True)]
+    # a part without parameters has nothing stored
+    loaded = [state] if len(parts) == 1 else [state.get(number, {}) for number in range(len(parts))]
     try:
-        with patches.steps_kept_on_load(_distributed(parts)), torch.no_grad():
+        with (
+            patches.empty_parts_saved(_empty(parts)),
+            patches.steps_kept_on_load(_distributed(parts)),
+            torch.no_grad(),
+        ):
+            states = [_state_of_part(part, own, steps) for part, own in zip(parts, loaded, strict=True)]
             optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
     finally:
         for part, numbers in zip(parts, configured, strict=True):
@@ -262,7 +270,7 @@ def _state_of_part(part: Any, loaded: dict[str, Any], steps: Any) -> dict[str, A
         for group in adam["param_groups"]:
             group["step"] = steps
         kind = SHARDING["distrib_optim_sharding_type"]
-        return {**own, "param_state": loaded["param_state"], "param_state_sharding_type": kind}
+        return {**own, "param_state": loaded.get("param_state", {}), "param_state_sharding_type": kind}
     adam["state"] = {**loaded.get("optimizer", loaded)["state"], "common_step": steps}
     mains = "fp32_from_fp16_params"
     return {**own, mains: loaded[mains]} if mains in own else own
@@ -278,6 +286,15 @@ def _group_numbers(part: Any) -> list[dict[str, Any]]:
 
 def _distributed(parts: list[Any]) -> list[Any]:
     return [part for part in parts if isinstance(part, DistributedOptimizer)]
+
+
+def _empty(parts: list[Any]) -> list[Any]:
+    """The parts without parameters."""
+    return [
+        part
+        for part in _distributed(parts)
+        if not any(group["params"] for group in part.optimizer.param_groups)
+    ]
 
 
 def _fill_state(adam: torch.optim.Optimizer) -> None:
