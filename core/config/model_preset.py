@@ -20,8 +20,8 @@ def preset_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
     given: a configuration without short forms of its choices.
     """
-    preset, world = PRESETS.get(str(_at(given, "model", "preset"))), _at(given, "trainer", "world_size")
-    layout = preset.layout(world if isinstance(world, int) else None) if preset else None
+    preset, world = PRESETS.get(str(_at(given, "model", "preset"))), _count(given, "trainer", "world_size")
+    layout = preset.layout(world) if preset else None
     engines = _at(given, "engines", "kind") or "auto"
     on_cpu = _at(given, "trainer", "device") == "cpu" or engines == "embedded"
     # another trainer than megatron-core's refuses layouts
@@ -45,11 +45,11 @@ def preset_values(given: Mapping[str, Any]) -> dict[str, Any]:
     supervised = _at(given, "algorithm", "loss", "kind") == "sft"
     if engines == "external" or supervised or _at(given, "pipeline", "rollouts_from"):
         return values
-    each = _at(given, "engines", "gpus") or layout.engine
+    each = _count(given, "engines", "gpus") or layout.engine
     values["engines"] = {"kind": engines, "gpus": each}
     if _at(given, "placement", "colocate") is not False:
         values["placement"] = {"colocate": True}
-        values["engines"]["count"] = max(1, gpus // each) if isinstance(each, int) else 1
+        values["engines"]["count"] = max(1, gpus // each)
     return values
 
 
@@ -76,6 +76,12 @@ def _differing(preset: ModelPreset, checkpoint: Mapping[str, Any]) -> dict[str, 
         for key, value in read({}).items()
         if checkpoint.get(key) not in (value, *also.get(key, ()))
     }
+
+
+def _count(values: Mapping[str, Any], *path: str) -> int | None:
+    """A number that is given; None for what is none, which the field itself refuses."""
+    found = _at(values, *path)
+    return found if type(found) is int and found > 0 else None
 
 
 def _at(values: Mapping[str, Any], *path: str) -> Any:

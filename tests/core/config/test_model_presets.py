@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic import ValidationError
 
 from millrace.core.config import RunConfig, rules
 from millrace.core.config.model_preset import differences, preset_values
@@ -133,6 +134,14 @@ def test_a_preset_fills_what_the_user_leaves_out(
     assert (made.trainer.world_size, made.trainer.parallel.tensor) == (world, tensor)
     assert made.engines.count == engines
     assert RunConfig.model_validate(made.model_dump(mode="json")) == made
+
+
+@pytest.mark.parametrize("wrong", ["many", 0, -4, 2.5, [8], {"a": 1}])
+def test_a_number_that_is_none_is_its_fields_problem(wrong: Any) -> None:
+    for section, name in (("trainer", "world_size"), ("engines", "gpus")):
+        with pytest.raises(ValidationError) as raised:
+            config({section: {name: wrong}})
+        assert name in str(raised.value.errors()[0]["loc"])
 
 
 def test_the_fields_that_are_the_presets_are_those_that_it_sets() -> None:
