@@ -142,6 +142,9 @@ def learn_answers(config: RunConfig, into: Path, target_loss: float = 0.0) -> No
 
     It is the export of the first iteration whose last ten steps have a mean loss of at most `target_loss`, else of the last.
     """
+    from millrace.connectors.prefect.server import ensure_server
+
+    ensure_server()  # in a script: Prefect would start a temporary one, and give up soon on a busy machine
     from millrace.flows.sft import sft
 
     asyncio.run(sft(config))
