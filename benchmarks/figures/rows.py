@@ -55,6 +55,11 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
     yield from _large_iteration_rows(kept.get("cpu", "data_plane_64m"))
     yield from _shard_rows(kept.get("cpu", "data_plane_shards"))
     yield from _scale_rows(kept.get("cpu", "scale"))
+    conversion = kept.get("cpu", "conversion")
+    for way in ("hf to torch_dist", "torch_dist to hf"):
+        what = f"peak memory of converting {conversion['bytes'] / 2**30:.1f} GiB of weights, {way}"
+        figure = f"{conversion[way]['of_share']:.2f} of a rank's share at tp 2 × pp 2"
+        yield Row(what, (figure,), f"≤ {conversion['target']}", conversion["command"])
     check = kept.get("cpu", "check_command")
     seconds = f"{check['fastest_s']:.1f} to {check['slowest_s']:.1f} s"
     yield Row("`millrace check`, start to answer", (seconds,), "< 3 s", "python -m benchmarks.check_command")
