@@ -95,6 +95,9 @@ class MissingFileError(StorageError):
 class CorruptFileError(StorageError):
     """A file does not have the hash, rows or schema that its manifest names."""
 
+    def __init__(self, reason: str, *, where: str = "", remedy: str = "restore the file") -> None:
+        super().__init__(reason, where=where, remedy=remedy)
+
 
 class LeaseHeldError(MillraceError):
     """Another process drives this run."""

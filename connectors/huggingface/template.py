@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.core.contracts.rows.messages import with_system
 from millrace.core.contracts.rows.prompts import Prompt
 from millrace.core.families.chat_templates import renderer, with_arguments_for
 from millrace.core.families.tokenizer_file import load_tokenizer_file
@@ -97,11 +98,9 @@ class ChatTemplate:
 
         Raises ValueError with the template's message, or with the limit that it exceeds.
         """
-        messages: list[Mapping[str, Any]] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = with_system(
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, system
         )
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
         variables = {
             "messages": with_arguments_for(self.text, messages),
             "tools": list(tools) or None,

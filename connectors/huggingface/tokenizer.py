@@ -23,6 +23,7 @@ from millrace.connectors.huggingface.answer_ends import AnswerEnds, unseen_by_ro
 from millrace.connectors.huggingface.suffix import turn_end
 from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
+from millrace.core.contracts.rows.messages import with_system
 from millrace.core.contracts.rows.prompts import Prompt
 from millrace.core.errors import ConfigError
 from millrace.core.families.chat_templates import TemplateLimitError, apply_template
@@ -202,10 +203,7 @@ class PromptTokenizer:
         if self.tokenizer.chat_template is None:
             return None
 
-        def render(messages: Sequence[Mapping[str, Any]], for_answer: bool) -> str:
-            return self.templated(messages, for_answer=for_answer)
-
-        return turn_end(render, ends)
+        return turn_end(lambda messages, for_answer: self.templated(messages, for_answer=for_answer), ends)
 
     @cached_property
     def _before_text(self) -> list[int]:
@@ -226,11 +224,6 @@ class PromptTokenizer:
         """The text that is tokenised."""
         if is_plain(prompt, chat):
             return f"{system or ''}{prompt}"
-        messages: list[Mapping[str, Any]] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        )
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 "the tokenizer has no chat template",
@@ -238,7 +231,7 @@ class PromptTokenizer:
                 remedy="name a template file, or set chat=false for sources whose prompts are plain text",
             )
         return self.templated(
-            messages,
+            with_system([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, system),
             for_answer=True,
             tools=[*self._tools, *options.tools],
             template_kwargs=options.template_kwargs,

@@ -121,9 +121,11 @@ def messages_for(
     sample: RewardInput, rubric: str, lowest: float = 0.0, highest: float = 10.0
 ) -> list[dict[str, str]]:
     """The messages for the judge."""
+    response = sample.response.replace("</response>", "< /response>")
+    question = f"{shown_prompt(sample)}\n\n<response>\n{response}\n</response>"
     return [
         {"role": "system", "content": SYSTEM.format(rubric=rubric, lowest=lowest, highest=highest)},
-        {"role": "user", "content": _question(sample)},
+        {"role": "user", "content": question},
     ]
 
 
@@ -151,11 +153,6 @@ def shown_prompt(sample: RewardInput) -> str:
     return f"<prompt>\n{prompt}\n</prompt>" + (
         "" if label is None else f"\n\n<reference>\n{reference}\n</reference>"
     )
-
-
-def _question(sample: RewardInput) -> str:
-    response = sample.response.replace("</response>", "< /response>")
-    return f"{shown_prompt(sample)}\n\n<response>\n{response}\n</response>"
 
 
 def _content(answer: Any, endpoint: str) -> str:

@@ -31,7 +31,6 @@ BLOCK = 8 << 20
 THREADS = 8
 CONNECT_TIMEOUT_S = 2
 READ_TIMEOUT_S = 60
-RESTORE = "restore the file"
 Names = list[str]  # inside Files, `list` is a method
 
 Item = TypeVar("Item")
@@ -180,7 +179,7 @@ class Files:
             size = local.size_of(Path(self._full(path))) if self.local else None
             if size is not None and most is not None and size > most:
                 raise CorruptFileError(
-                    f"has {size} bytes, and at most {most} are read", where=self.url_of(path), remedy=RESTORE
+                    f"has {size} bytes, and at most {most} are read", where=self.url_of(path)
                 )
             data: bytes = self.fs.cat_file(self._full(path))
             return data

@@ -165,9 +165,9 @@ def result_of(content: Any, url: str) -> dict[str, Any]:
     try:
         result = json.loads(check_seal(content, url)["result"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError("is not the record of a task", where=url, remedy="restore the file") from error
+        raise CorruptFileError("is not the record of a task", where=url) from error
     if not isinstance(result, dict):
-        raise CorruptFileError("is not the record of a task", where=url, remedy="restore the file")
+        raise CorruptFileError("is not the record of a task", where=url)
     return result
 
 

@@ -56,9 +56,7 @@ class Store(Files):
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise CorruptFileError(
-                f"not JSON: {error}", where=self.url_of(path), remedy="restore the file"
-            ) from error
+            raise CorruptFileError(f"not JSON: {error}", where=self.url_of(path)) from error
 
     def write_json(self, path: str, value: Any) -> FileEntry:
         """Write a value as JSON."""
@@ -116,9 +114,7 @@ class Store(Files):
             table = tables.decode(data, kind, self.url_of(path), columns)
         if entry and entry.rows is not None and table.num_rows != entry.rows:
             raise CorruptFileError(
-                f"holds {table.num_rows} rows, what committed it says {entry.rows}",
-                where=self.url_of(path),
-                remedy="restore the file",
+                f"holds {table.num_rows} rows, what committed it says {entry.rows}", where=self.url_of(path)
             )
         return table
 
@@ -227,9 +223,7 @@ class Store(Files):
             expected, got = getattr(wanted, what), getattr(actual, what)
             if expected is not None and got is not None and got != expected:
                 raise CorruptFileError(
-                    f"its {what} is {got}, what committed it says {expected}",
-                    where=self.url_of(path),
-                    remedy="restore the file",
+                    f"its {what} is {got}, what committed it says {expected}", where=self.url_of(path)
                 )
 
     def _check_size(self, path: str, wanted: FileEntry) -> None:
@@ -243,9 +237,7 @@ class Store(Files):
         match = HASH_IN_NAME.search(entry.path)
         if match and not entry.sha256.startswith(match[1]):
             raise CorruptFileError(
-                "its content does not have the hash in its name",
-                where=self.url_of(entry.path),
-                remedy=tables.REMEDY,
+                "its content does not have the hash in its name", where=self.url_of(entry.path)
             )
         return entry
 

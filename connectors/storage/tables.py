@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError
 
-REMEDY = "restore the file"
 MAGIC = b"PAR1"
 
 
@@ -92,7 +91,6 @@ def decode(data: bytes | BinaryIO, kind: str | None, name: str, columns: list[st
             raise CorruptFileError(
                 f"holds {stored_kind or 'no table of millrace'}, wanted {kind or 'any of its tables'}",
                 where=name,
-                remedy=REMEDY,
             )
         if version != str(schema.VERSION):
             raise CorruptFileError(
@@ -103,11 +101,11 @@ def decode(data: bytes | BinaryIO, kind: str | None, name: str, columns: list[st
         if not stored.equals(wanted):
             differing = [field.name for field in wanted if field not in list(stored)]
             raise CorruptFileError(
-                f"{stored_kind}: columns {differing} are not as the schema says", where=name, remedy=REMEDY
+                f"{stored_kind}: columns {differing} are not as the schema says", where=name
             )
         return file.read(columns=columns, use_threads=False)
     except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
-        raise CorruptFileError(f"not a whole Parquet file: {error}", where=name, remedy=REMEDY) from error
+        raise CorruptFileError(f"not a whole Parquet file: {error}", where=name) from error
 
 
 def describe(data: bytes | BinaryIO, name: str) -> tuple[int, str | None]:
@@ -115,7 +113,7 @@ def describe(data: bytes | BinaryIO, name: str) -> tuple[int, str | None]:
     try:
         file = _open(data)
     except (pa.ArrowException, OSError, EOFError) as error:
-        raise CorruptFileError(f"not a whole Parquet file: {error}", where=name, remedy=REMEDY) from error
+        raise CorruptFileError(f"not a whole Parquet file: {error}", where=name) from error
     return file.metadata.num_rows, _kind(file.schema_arrow) or None
 
 
@@ -126,9 +124,7 @@ def check_ends(file: BinaryIO, name: str) -> None:
     last = file.read(len(MAGIC))
     file.seek(0)
     if (first, last) != (MAGIC, MAGIC):
-        raise CorruptFileError(
-            "not a whole Parquet file: it does not begin and end as one", where=name, remedy=REMEDY
-        )
+        raise CorruptFileError("not a whole Parquet file: it does not begin and end as one", where=name)
 
 
 def _open(data: bytes | BinaryIO) -> pq.ParquetFile:

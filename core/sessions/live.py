@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from millrace.core.contracts.rows.messages import message_of
@@ -124,7 +125,6 @@ class LiveSession:
         self._made = 0  # turns generated in this process
         self._generating = False  # whether a turn for the rollout's function is running
         self._turns = list(turns)
-        self._served: tuple[str, str] | None = None
         if begin is None:
             shared.history.begin(self.number, self.endpoint, compared(shared.messages))
 
@@ -156,17 +156,16 @@ class LiveSession:
     @property
     def base_url(self) -> str:
         """The URL of this branch for your client."""
-        return self._door()[0]
+        return self._served[0]
 
     @property
     def api_key(self) -> str:
         """The client's key."""
-        return self._door()[1]
+        return self._served[1]
 
-    def _door(self) -> tuple[str, str]:
-        if self._served is None:
-            self._served = self._shared.serve(self)
-        return self._served
+    @cached_property
+    def _served(self) -> tuple[str, str]:
+        return self._shared.serve(self)
 
     async def generate(
         self,

@@ -200,17 +200,9 @@ def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict)
         stored, range(index * steps + 1, (index + 1) * steps + 1), config.trainer.passes
     )
     if rollouts is not None:
-        where, account = (
-            f"iteration {iteration_number(index)}",
-            account_of(
-                rollouts,
-                turns,
-                verdicts,
-                batch,
-                cut=files.read_deferred(COLUMNS["rollouts"]),
-                carried=carried_to(files),
-            ),
-        )
+        cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
+        account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
+        where = f"iteration {iteration_number(index)}"
         problems += [f"{where}: {problem}" for problem in account.problems()]
     return problems
 

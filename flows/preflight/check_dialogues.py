@@ -14,7 +14,7 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.chat_options import chat_options
 from millrace.core.contracts.rows.messages import for_template, trained_messages, with_system
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, refuse
-from millrace.flows.preflight.check_model import ReadModel, template_problem
+from millrace.flows.preflight.check_model import ReadModel, hidden_tools, template_problem
 from millrace.flows.preflight.first_rows import CheckedRows
 
 ROWS = 500  # number of rendered dialogues; each is rendered twice for each turn
@@ -49,10 +49,7 @@ def check_dialogues(rows: CheckedRows, model: ReadModel) -> Iterator[Problem]:
     if "tools" not in model.template.variables and any(
         chat_options(rows.source, row.metadata).tools for row in rows.usable[:ROWS]
     ):
-        yield template_problem(
-            f"it does not show the model the tools of {rows.field}",
-            f"name a template that writes `tools`, or set {rows.field}.tools_key to null",
-        )
+        yield hidden_tools(rows.field)
 
 
 def trained_tokens(cut: Sequence[TextSpan], tokenizer: Any) -> int:

@@ -241,6 +241,14 @@ def template_problem(reason: str, remedy: str) -> Problem:
     return Problem("model.chat_template", None, reason, remedy)
 
 
+def hidden_tools(field: str) -> Problem:
+    """A problem of a template that leaves out the tools of a field's rows."""
+    return template_problem(
+        f"it does not show the model the tools of {field}",
+        f"name a template that writes `tools`, or set {field}.tools_key to null",
+    )
+
+
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """The special tokens of a tokenizer of the tokenizers library, by text; none without one."""
     tokens = tokenizer.get_added_tokens_decoder() if tokenizer else {}

@@ -9,7 +9,7 @@ from millrace.connectors.huggingface.template import ChatTemplate, last_text
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.chat_options import RESERVED, chat_options
 from millrace.core.contracts.rows.prompts import Prompt, PromptRow
-from millrace.flows.preflight.check_model import ReadModel, template_problem
+from millrace.flows.preflight.check_model import ReadModel, hidden_tools, template_problem
 from millrace.flows.preflight.first_rows import CheckedRows
 
 ROWS, TEXT = 2_000, 1 << 19  # rows that are rendered, and about the characters in them
@@ -73,10 +73,7 @@ def _unread(rows: CheckedRows, template: ChatTemplate, chosen: Sequence[PromptRo
                 "correct the name or remove it",
             )
     if "tools" not in template.variables and any(chat_options(source, row.metadata).tools for row in chosen):
-        yield template_problem(
-            f"it does not show the model the tools of {rows.field}",
-            f"name a template that writes `tools`, or set {rows.field}.tools_key to null",
-        )
+        yield hidden_tools(rows.field)
 
 
 def _first(usable: Sequence[PromptRow]) -> list[PromptRow]:

@@ -230,13 +230,16 @@ class Board:
     def open(self, token: int, topic: Topic) -> None:
         """Start a topic, of which nothing is known. No attempt at it counts until it starts."""
         with self._changed:
-            self._close(token, topic)
+            self.close(token, topic)
             self._updates[topic] = []
 
     def close(self, token: int, topic: Topic) -> None:
         """Forget a topic."""
         with self._changed:
-            self._close(token, topic)
+            self.facts(token)
+            self._updates.pop(topic, None)
+            self._attempts = {key: number for key, number in self._attempts.items() if key[0] != topic}
+            self._changed.notify_all()
 
     def start(self, token: int, topic: Topic, attempt: Attempt) -> None:
         """From now on this attempt of its shard counts, and no other."""
@@ -278,12 +281,6 @@ class Board:
         """The number of updates so far."""
         with self._changed:
             return len(self._of(token, topic))
-
-    def _close(self, token: int, topic: Topic) -> None:
-        self.facts(token)
-        self._updates.pop(topic, None)
-        self._attempts = {key: number for key, number in self._attempts.items() if key[0] != topic}
-        self._changed.notify_all()
 
     def _of(self, token: int, topic: Topic, attempt: Attempt | None = None) -> list[BoardState]:
         self.facts(token)

@@ -95,9 +95,7 @@ def outcomes(folder: Store, index: int, manifest: Manifest) -> IterationHistory:
         row["source"] = part_name(row["source"], row.pop("level"))
         if group is None:
             raise CorruptFileError(
-                f"has no verdict on the group of {row}",
-                where=folder.url_of("verdicts.parquet"),
-                remedy="restore the file",
+                f"has no verdict on the group of {row}", where=folder.url_of("verdicts.parquet")
             )
         kept = [sample for sample in group if sample["verdict"] == "kept"]
         shown = (kept or group)[0]

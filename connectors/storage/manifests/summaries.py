@@ -109,9 +109,7 @@ class Summaries:
         """Raise CorruptFileError if an iteration's summary differs from the manifests."""
         folder = self._folder_of(index)
         if self._entry(index) and folder.read(SUMMARY, LARGEST_JSON) != self._content(index):
-            raise CorruptFileError(
-                "does not say what the manifests say", where=folder.url_of(SUMMARY), remedy="restore the file"
-            )
+            raise CorruptFileError("does not say what the manifests say", where=folder.url_of(SUMMARY))
 
     def _content(self, index: int) -> bytes:
         named = {number: self._entry(number) for number in range(EVERY, index, EVERY)}
@@ -135,13 +133,9 @@ def _read(store: Store, index: int, sha256: str) -> Summary:
     try:
         summary = Summary.model_validate_json(data)
     except ValidationError as error:
-        raise CorruptFileError(
-            f"not a summary: {error}", where=store.url_of(SUMMARY), remedy="restore the file"
-        ) from error
+        raise CorruptFileError(f"not a summary: {error}", where=store.url_of(SUMMARY)) from error
     if [item.iteration for item in summary.iterations] != list(range(index - EVERY, index)):
-        raise CorruptFileError(
-            "does not sum up the iterations before it", where=store.url_of(SUMMARY), remedy="restore the file"
-        )
+        raise CorruptFileError("does not sum up the iterations before it", where=store.url_of(SUMMARY))
     return summary
 
 
