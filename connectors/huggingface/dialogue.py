@@ -165,10 +165,7 @@ class Dialogues:
         )
 
     def _renderer(self, options: ChatOptions) -> Render:
-        def render(messages: Sequence[Message], for_answer: bool) -> str:
-            return self._render(messages, for_answer, options)
-
-        return render
+        return lambda messages, for_answer: self._render(messages, for_answer, options)
 
     def _render(self, messages: Sequence[Message], for_answer: bool, options: ChatOptions) -> str:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from millrace.connectors.huggingface.hub import is_named, snapshot
 from millrace.connectors.storage.run_folder import RunFolder
@@ -48,16 +48,19 @@ def at_commit(config: RunConfig, commit: str | None, weights: bool = True) -> Mo
 
 def _commit(config: RunConfig) -> str | None:
     """The commit that the run or its parent started with; None for a new run, and for a run that started with another name."""
+    if (record := _record(config)) is None:
+        return None
+    model = settings_of(record)["model"]
+    same = (model["path"], model.get("revision")) == (config.model.path, config.model.revision)
+    return record.get("model_commit") if same else None
+
+
+def _record(config: RunConfig) -> dict[str, Any] | None:
+    """The run.json of the run of this name; None for a new run."""
     try:
-        record = RunFolder(config.storage.root, config.run.name).store.read_sealed("run.json")
+        return RunFolder(config.storage.root, config.run.name).store.read_sealed("run.json")
     except MissingFileError:
         return None
-    settings = record["config"] or record["parent"]["config"]
-    same = (settings["model"]["path"], settings["model"].get("revision")) == (
-        config.model.path,
-        config.model.revision,
-    )
-    return record.get("model_commit") if same else None
 
 
 DType = Literal["float32", "bfloat16"]
@@ -98,8 +101,5 @@ def stored_as(folder: str) -> str:
 
 def _of_run(config: RunConfig) -> DType | None:
     """The type of the run that has this name, or of its parent; None for a new run."""
-    try:
-        record = RunFolder(config.storage.root, config.run.name).store.read_sealed("run.json")
-    except MissingFileError:
-        return None
-    return cast(DType, settings_of(record)["model"]["dtype"])
+    record = _record(config)
+    return cast(DType, settings_of(record)["model"]["dtype"]) if record else None

@@ -33,25 +33,18 @@ def hashed_in(record: Mapping[str, Any]) -> set[str]:
 
 def refused_in_run(before: RunConfig, now: RunConfig, hashed: Collection[str] = ()) -> list[Change]:
     """The fields that differ and that a resume may not change. hashed: as `hashed_in` says."""
-    return [
-        change
-        for change in _changes(before, now)
-        if not (change.restart.resume or only_moved(change, hashed))
-    ]
+    return [change for change in _not_only_moved(before, now, hashed) if not change.restart.resume]
 
 
 def refused_in_branch(before: RunConfig, now: RunConfig, hashed: Collection[str] = ()) -> list[Change]:
     """The fields that differ and that a branch may not change. hashed: as `hashed_in` says."""
-    return [
-        change
-        for change in _changes(before, now)
-        if not (change.restart.branch or only_moved(change, hashed))
-    ]
+    return [change for change in _not_only_moved(before, now, hashed) if not change.restart.branch]
 
 
-def _changes(before: RunConfig, now: RunConfig) -> Iterator[Change]:
+def _not_only_moved(before: RunConfig, now: RunConfig, hashed: Collection[str]) -> Iterator[Change]:
     """The fields that differ. `auto` means the run's type."""
-    return changes(before.with_dtype(before.dtype), now.with_dtype(before.dtype))
+    found = changes(before.with_dtype(before.dtype), now.with_dtype(before.dtype))
+    return (change for change in found if not only_moved(change, hashed))
 
 
 def check_resume(before: RunConfig, now: RunConfig, hashed: Collection[str] = ()) -> None:
