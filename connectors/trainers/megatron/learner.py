@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,6 +95,13 @@ class Learner:
         self.critic = RankCritic(config, hf, device) if self.algorithm.critic is not None else None
         self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None
         self._iteration: _Iteration | None = None
+        self._make_batch = partial(
+            make_rank_batch,
+            objective=self.objective,
+            config=config,
+            architecture=self.architecture,
+            device=device,
+        )
 
     def _needs_old(self, steps: int) -> bool:
         """Whether the trainer's log-probabilities from before the iteration need a forward pass."""
@@ -161,15 +169,8 @@ class Learner:
             if not due:
                 continue
             members = [i for i, row in enumerate(rows) if row.train_step == step]
-            batch = make_rank_batch(
-                [rows[i] for i in members],
-                [rewards[i] for i in members],
-                self.objective,
-                self.config,
-                self.architecture,
-                self.device,
-                oldest=oldest,
-            )
+            of_step = [rows[i] for i in members], [rewards[i] for i in members]
+            batch = self._make_batch(*of_step, oldest=oldest)
             if old:
                 batch.set_per_token("old", self.passes.logprobs(batch.packs))
             # a first step that is passed only once computes its log-probabilities itself
@@ -270,16 +271,7 @@ class Learner:
 
         Its weights are not yet divided by the step's denominator. oldest: largest age of a token in the whole iteration.
         """
-        batch = make_rank_batch(
-            rows,
-            self._rewards(rows),
-            self.objective,
-            self.config,
-            self.architecture,
-            self.device,
-            oldest=oldest,
-            chunk=True,
-        )
+        batch = self._make_batch(rows, self._rewards(rows), oldest=oldest, chunk=True)
         if self._needs_old(1):
             batch.set_per_token("old", self.passes.logprobs(batch.packs))
         self._ask_reference(batch)
