@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +37,11 @@ class Scoring:
         metadata = json.loads(sample["metadata"]) if self._reward.named and sample["metadata"] else {}
         return select(self._reward, own, metadata)
 
-    async def score(self, selected: Selected, sample: Scorable) -> Outcome:
-        """Score one sample in a worker process; once more if a signal kills the process, since the reward may not be the cause."""
-        return await self._scored(selected, sample)
+    async def score(self, selected: Selected, item: Item) -> Outcome:
+        """Score a sample, or the samples of a prompt in one call, in a worker process.
 
-    async def score_group(self, selected: Selected, samples: Sequence[Scorable]) -> Outcome:
-        """Score the samples of a prompt in one call."""
-        return await self._scored(selected, list(samples))
-
-    async def _scored(self, selected: Selected, item: Item) -> Outcome:
+        It is done once more if a signal kills the process, since the reward may not be the cause.
+        """
         if self._reward.concurrency == 1:
             return self._explained(await self._alone(selected, item), selected)
         pool, reward = await self._started(), self._reward

@@ -76,7 +76,7 @@ async def score_group(runtime: Runtime, samples: Sequence[Scorable], own: Select
     if not open_:
         return [done for done in settled if done]
     started = time.perf_counter()
-    outcome = await runtime.scoring.score_group(runtime.scoring.selected(open_[0], own), open_)
+    outcome = await runtime.scoring.score(runtime.scoring.selected(open_[0], own), list(open_))
     beat()
     seconds = (time.perf_counter() - started) / len(open_)
     if outcome.kind == "done":

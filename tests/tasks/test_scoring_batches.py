@@ -61,7 +61,7 @@ async def test_groups_that_wait_do_so_together(make_config: Make) -> None:
     try:
         selected = scoring.selected(groups[0][0], None)
         assert (await scoring.score(selected, sample("alone"))).kind == "failed"  # workers have started now
-        found = await asyncio.gather(*(scoring.score_group(selected, group) for group in groups))
+        found = await asyncio.gather(*(scoring.score(selected, group) for group in groups))
     finally:
         scoring.close()
     assert [[row["reward"] for row in each.value] for each in found] == [[1.0, 2.0]] * 6
