@@ -197,7 +197,7 @@ async def test_many_sessions_run_side_by_side(make_pool: Make) -> None:
     assert time.monotonic() - began < 64 * 0.5 / 4
 
 
-def test_a_process_of_rollouts_imports_neither_arrow_nor_numpy() -> None:
-    """Each of them would take a tenth of a second and thirty megabytes, in every such process."""
-    code = "import sys, millrace.connectors.user_code.session_worker; print([name for name in ('numpy', 'pyarrow') if name in sys.modules])"
+def test_a_process_of_rollouts_imports_neither_arrow_nor_numpy_nor_all_sections() -> None:
+    """Each would take a tenth of a second in every such process, and the libraries thirty megabytes."""
+    code = "import sys, millrace.connectors.user_code.session_worker; print([name for name in ('numpy', 'pyarrow', 'millrace.core.config.run_config') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
