@@ -61,6 +61,13 @@ def _experts(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Pro
             f"does not divide the {whose}'s {shape.experts} experts",
             f"use a divisor of {shape.experts}",
         )
+    if shape.biases and p.tensor_of_experts > 1:
+        yield Problem(
+            "trainer.parallel.expert_tensor",
+            p.tensor_of_experts,
+            f"experts of the {whose} have biases, which are not cut over tensor parallel ranks",
+            "set it to 1, so that each expert is whole on its ranks",
+        )
     if p.tensor > 1 and not p.sequence:
         yield Problem(
             "trainer.parallel.sequence",

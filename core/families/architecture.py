@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from millrace.core.families.decoder import EXPERT_COUNTS
 from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import family_named
 from millrace.core.families.rope_scaling import KINDS, RotaryScaling
@@ -51,6 +52,9 @@ class Architecture:
     qkv_bias: bool  # whether queries, keys and values have biases
     qk_norm: bool  # whether queries and keys are normalised, head by head
     branch_norms: bool  # whether a layer also has norms after attention and after the feed-forward part
+    biases: bool  # whether each linear layer has a bias
+    sinks: bool  # whether each head has a key without a value that every token attends to
+    swiglu_limit: float  # of the gate and up values of a clamped gate; 0: the gate is silu
     further_layers: int  # stored after the last, not used: they predict tokens after the next one
 
     def sizes(self, layer: int | None = None) -> dict[str, int]:
@@ -63,6 +67,7 @@ class Architecture:
         return {
             "vocab": self.vocab,
             "hidden": self.hidden,
+            "heads": self.heads,
             "q": self.heads * self.head_dim,
             "kv": self.kv_heads * self.head_dim,
             "head_dim": self.head_dim,
@@ -75,6 +80,7 @@ class Architecture:
             "ffn": 0 if mixture else self.ffn,
             "gate_up": 0 if mixture else 2 * self.ffn,
             "expert_ffn": self.expert_ffn if mixture else 0,
+            "expert_pair": 2 * self.expert_ffn if mixture else 0,
             "experts": self.experts if mixture else 0,
             "shared_ffn": self.shared_ffn if mixture else 0,
             "shared_gate": int(mixture and self.shared_gate),
@@ -93,7 +99,7 @@ class Architecture:
         for part in family_named(self.family).layer:
             shapes = self.shapes(part, sizes)
             if shapes:
-                times = self.experts if part.of_experts else 1
+                times = self.experts if part.of_experts and not part.stacked else 1
                 yield part, times * sum(map(math.prod, shapes.values()))
 
     @property
@@ -113,7 +119,7 @@ class Architecture:
         used = self.embedding
         for layer in range(self.layers):
             for part, count in self.counted(layer):
-                if all(len(shape) > 1 for shape in part.tensors.values()):
+                if all(len(shape) > 1 + part.stacked for shape in part.tensors.values()):
                     used += count * self.experts_used // self.experts if part.of_experts else count
         return used
 
@@ -142,7 +148,8 @@ class Architecture:
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
     """The sizes in a config.json that was read by `read_hf_config`."""
-    family, experts = family_named(hf["model_type"]), hf.get("n_routed_experts", hf.get("num_experts", 0))
+    family = family_named(hf["model_type"])
+    experts = next((hf[key] for key in EXPERT_COUNTS if key in hf), 0)
     mixtures = expert_layers(hf) if experts else ()
     head_dim = hf.get("qk_head_dim", hf["head_dim"])
     return Architecture(
@@ -167,15 +174,18 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         rope_scaling=_scaling(hf.get("rope_scaling")),
         experts=experts if mixtures else 0,
         expert_layers=mixtures,
-        expert_ffn=hf["moe_intermediate_size"] if mixtures else 0,
+        expert_ffn=hf.get("moe_intermediate_size", hf["intermediate_size"]) if mixtures else 0,
         experts_used=hf["num_experts_per_tok"] if mixtures else 0,
         shared_ffn=_shared_ffn(hf) if mixtures else 0,
         shared_gate=bool(mixtures) and "shared_expert_intermediate_size" in hf,
-        norm_topk=bool(mixtures) and hf["norm_topk_prob"],
+        norm_topk=bool(mixtures) and hf.get("norm_topk_prob", True),
         routing=_routing(hf) if mixtures else None,
         qkv_bias=hf.get("attention_bias", family.has("linear_qkv.bias")),
         qk_norm=family.has(".k_layernorm.weight"),
         branch_norms=family.has("post_mlp_layernorm.weight"),
+        biases=family.has("linear_proj.bias"),
+        sinks=family.has("softmax_offset"),
+        swiglu_limit=hf.get("swiglu_limit", 0.0),
         further_layers=hf.get("num_nextn_predict_layers", 0),
     )
 
@@ -196,7 +206,7 @@ def expert_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _shared_ffn(hf: Mapping[str, Any]) -> int:
     shared: int = hf.get("shared_expert_intermediate_size", 0)
-    return shared or hf.get("n_shared_experts", 0) * hf["moe_intermediate_size"]
+    return shared or hf.get("n_shared_experts", 0) * hf.get("moe_intermediate_size", 0)
 
 
 def _routing(hf: Mapping[str, Any]) -> SigmoidRouting | None:

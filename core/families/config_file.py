@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from millrace.core.errors import ConfigError, remedy_of
+from millrace.core.families.decoder import EXPERT_COUNTS
 from millrace.core.families.family import REFUSED, Family, Honoured
 from millrace.core.families.registry import family_named, family_of, known_names
 from millrace.core.families.rotary import ROTARY, rotary
@@ -46,6 +47,11 @@ READ_UNDECLARED = frozenset(
         "unpadded_vocab_size",
     ]
 )
+
+READ_AS_NULL = (
+    "is_causal",
+    "original_max_position_embeddings",
+)  # of these, null is not as if they were missing
 
 
 def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
@@ -97,7 +103,8 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {"model_type": family.name}
     for key, rule in family.keys.items():
         values[key] = _value(renamed, key, rule, values, where, refuse)
-    values |= rotary(renamed, refuse, family.rotary_part, latent="kv_lora_rank" in family.keys)
+    latent = "kv_lora_rank" in family.keys
+    values |= rotary(renamed, refuse, family.rotary_part, latent=latent, default=family.rotary_default)
     if family.windows:
         values["windows"] = windows(renamed, family.windows, values["num_hidden_layers"], refuse)
     _check_sizes(values, refuse)
@@ -117,7 +124,7 @@ def _check_bound(config: Mapping[str, Any], family: Family, refuse: Any) -> None
     for key, value in config.items():
         rule = family.bound.get(key)
         if rule is None:
-            if key in READ_UNDECLARED - known and value is not None:
+            if key in READ_UNDECLARED - known and (value is not None or key in READ_AS_NULL):
                 refuse(key, value, f"an engine may read it, but the {family.name} model here does not")
         elif not rule.takes(value):
             refuse(key, value, "not supported", rule.remedy)
@@ -176,7 +183,7 @@ def _check_sizes(values: Mapping[str, Any], refuse: Any) -> None:
         for key, meant in (("head_dim", rotating), ("qk_head_dim", whole)):
             if values[key] != meant:
                 refuse(key, values[key], f"the sizes of its parts make it {meant}", WHOLE)
-    experts_key = next((key for key in ("num_experts", "n_routed_experts") if key in values), None)
+    experts_key = next((key for key in EXPERT_COUNTS if key in values), None)
     if experts_key:
         _check_experts(values, values[experts_key], refuse)
 
@@ -189,7 +196,7 @@ def _check_experts(values: Mapping[str, Any], experts: int, refuse: Any) -> None
     )
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"there are only {experts} experts", WHOLE)
-    if chosen == 1 and values["norm_topk_prob"]:
+    if chosen == 1 and values.get("norm_topk_prob", True):
         refuse("num_experts_per_tok", chosen, "with norm_topk_prob the router would have no effect", WHOLE)
     if kinds is not None and len(kinds) != layers:
         refuse("mlp_layer_types", kinds, f"there are {layers} layers", WHOLE)

@@ -80,6 +80,8 @@ def _latent_head(sizes: Mapping[str, Any]) -> Any:
     return sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
 
 
+GATE_SLOPE = 1.702  # of clamped gates
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # keys of which a mixture has one
 # of Qwen's mixtures of experts
 EXPERT_SIZES = {
     "num_key_value_heads": Honoured(int),
@@ -184,6 +186,15 @@ QKV_BIAS = (
         "heads",
     ),
 )
+OUTPUT_BIAS = (
+    ModelPart(f"{_IN}.self_attention.linear_proj.bias", {f"{_AT}.self_attn.o_proj.bias": ("hidden",)}),
+)
+# logits of a key of each head that every token attends to and that has no value
+SINKS = (
+    ModelPart(
+        f"{_IN}.self_attention.core_attention.softmax_offset", {f"{_AT}.self_attn.sinks": ("heads",)}, 0
+    ),
+)
 QK_NORM = tuple(
     ModelPart(
         f"{_IN}.self_attention.{name}_layernorm.weight",
@@ -237,6 +248,30 @@ DENSE_AS_ONE = (
 EXPERTS = (
     ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),
     *gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", "expert_ffn"),
+)
+_EXPERT = f"{_IN}.mlp.experts.local_experts.{{expert}}"
+# a router and experts with biases; tensors of all experts of a layer, [experts, in, out]
+STACKED_EXPERTS = (
+    ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.router.weight": ("experts", "hidden")}),
+    ModelPart(f"{_IN}.mlp.router.bias", {f"{_AT}.mlp.router.bias": ("experts",)}),
+    ModelPart(
+        f"{_EXPERT}.linear_fc1.weight",
+        {f"{_AT}.mlp.experts.gate_up_proj": ("experts", "hidden", "expert_pair")},
+        0,
+        "turns",
+    ),
+    ModelPart(
+        f"{_EXPERT}.linear_fc1.bias",
+        {f"{_AT}.mlp.experts.gate_up_proj_bias": ("experts", "expert_pair")},
+        0,
+        "turns",
+    ),
+    ModelPart(
+        f"{_EXPERT}.linear_fc2.weight",
+        {f"{_AT}.mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
+        1,
+    ),
+    ModelPart(f"{_EXPERT}.linear_fc2.bias", {f"{_AT}.mlp.experts.down_proj_bias": ("experts", "hidden")}),
 )
 # a sigmoid router's; the choice of experts would change if it were rounded
 ROUTER_BIAS = (

@@ -6,7 +6,7 @@ One description serves the check, the plan, the trainer, the embedded engine and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from millrace.core.families.windows import Windows
@@ -55,7 +55,8 @@ class ModelPart:
     `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of `Architecture.sizes`. A
     layer of which one of these sizes is 0 does not have the part. Names may contain {layer} and {expert}.
     `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `halves` are such a pair in one
-    tensor, `heads` query, key and value by group of heads. `split`: the dimension that is cut over tensor parallel ranks; None:
+    tensor, `turns` the same with their columns in turns, `heads` query, key and value by group of heads. An expert's part whose
+    tensors do not name the expert is `stacked`: they hold all experts of a layer, [experts, in, out]. `split`: the dimension that is cut over tensor parallel ranks; None:
     each has all of it. `when`: the flag of an Architecture without which a model has no such part. `trained`: whether steps
     change it; a part that they do not change is in float32, whatever the type of the weights.
     """
@@ -63,7 +64,7 @@ class ModelPart:
     parameter: str
     tensors: Mapping[str, tuple[str, ...]]
     split: int | None = None
-    form: Literal["one", "pair", "halves", "heads"] = "one"
+    form: Literal["one", "pair", "halves", "turns", "heads"] = "one"
     when: str = ""
     trained: bool = True
 
@@ -71,6 +72,22 @@ class ModelPart:
     def of_experts(self) -> bool:
         """Whether each expert of a layer has one."""
         return "{expert}" in self.parameter
+
+    @property
+    def stacked(self) -> bool:
+        """Whether its tensors hold all experts of a layer."""
+        return self.of_experts and not any("{expert}" in name for name in self.tensors)
+
+    def of_expert(self, tensor: Any) -> Any:
+        """An expert's parameter, whole, from its share [in, out] or [out] of a stacked tensor; gate and up are its halves."""
+        rows = tensor.transpose(0, 1) if tensor.ndim == 2 else tensor
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.form == "turns" else rows
+
+    def to_stack(self, parameter: Any) -> Any:
+        """The inverse of `of_expert`."""
+        turned = self.form == "turns"
+        rows = parameter.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if turned else parameter
+        return rows.transpose(0, 1) if rows.ndim == 2 else rows
 
     def renamed(self, old: str, new: str) -> ModelPart:
         """The same part with other names of tensors."""
@@ -87,6 +104,7 @@ class Family:
     layers; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
     `rotary_part`: partial_rotary_factor if the key is missing; None: only whole heads rotate. `interleaved`: whether neighbouring
     dimensions rotate together, instead of those half a head apart. `windows`: None: attention is full in every layer.
+    `rotary_default`: rope_parameters of a config.json without any; its rope_theta also with others.
     """
 
     name: str
@@ -101,6 +119,7 @@ class Family:
     rotary_part: float | None = None
     interleaved: bool = False
     windows: Windows | None = None
+    rotary_default: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def declared(self) -> frozenset[str]:

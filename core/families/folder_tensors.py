@@ -23,6 +23,7 @@ TYPES = {name: getattr(torch, kind) for name, kind in NAMES.items()} | {
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "I64": torch.int64,
+    "U8": torch.uint8,
 }
 
 
@@ -67,6 +68,10 @@ class FolderTensors:
             raise ConfigError(
                 f"{stored.file} cannot be read: {error}", where=self._where, remedy=remedy_of(error, WHOLE)
             ) from error
+
+    def expert(self, name: str, number: int) -> Tensor:
+        """One expert's share of a tensor that holds those of all experts, which come first in its shape."""
+        return self.rows(name, slice(number, number + 1))[0]
 
     def _made(self, name: str, stored: StoredTensor, rows: slice) -> Tensor:
         if isinstance(stored, QuantisedTensor):

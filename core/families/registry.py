@@ -15,6 +15,7 @@ from millrace.core.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from millrace.core.families.family import Family
 from millrace.core.families.glm4 import GLM4
 from millrace.core.families.glm4_moe_lite import GLM4_MOE_LITE
+from millrace.core.families.gpt_oss import GPT_OSS
 from millrace.core.families.llama import LLAMA
 from millrace.core.families.mistral import MISTRAL
 from millrace.core.families.qwen2 import QWEN2
@@ -22,7 +23,19 @@ from millrace.core.families.qwen2_moe import QWEN2_MOE
 from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
 
 GROUP = "millrace.families"
-BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GLM4, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE)
+BUILT_IN = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    GLM4,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    GLM4_MOE_LITE,
+    GPT_OSS,
+)
 _known: dict[str, Family] = {family.name: family for family in BUILT_IN}
 
 

@@ -70,7 +70,7 @@ class YarnScaling:
     """YaRN (arXiv:2309.00071, section 3): as Llama 3.1's, with a ramp over dimensions, and sharper attention.
 
     A wave that fits `beta_fast` times and more into the original positions stays, one that fits `beta_slow` times becomes
-    `factor` (at least 1) times as long. The ends of the ramp are whole dimensions. Attention scores grow with the square of 0.1 ln(factor) + 1.
+    `factor` (at least 1) times as long. The ends of the ramp are whole dimensions if `truncate`. Attention scores grow with the square of 0.1 ln(factor) + 1.
     DeepSeek weighs the logarithm, by `mscale` where heads rotate and by `mscale_all_dim` in whole heads.
     """
 
@@ -80,6 +80,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True
 
     @property
     def table_factor(self) -> float:
@@ -97,8 +98,10 @@ class YarnScaling:
     def scaled(self, frequencies: Any, theta: float) -> Any:
         """See RotaryScaling."""
         half = len(frequencies)
-        low = max(math.floor(self._dimension(self.beta_fast, half, theta)), 0)
-        high = min(math.ceil(self._dimension(self.beta_slow, half, theta)), 2 * half - 1)
+        low, high = (self._dimension(beta, half, theta) for beta in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
         width = max(high - low, 0.001)
         ramp = frequencies.new_tensor([min(max((place - low) / width, 0.0), 1.0) for place in range(half)])
         return frequencies * (1 - ramp) + frequencies / self.factor * ramp

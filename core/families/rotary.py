@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from millrace.core.families.rope_scaling import KINDS, Llama3Scaling, YarnScaling
@@ -21,14 +22,20 @@ Refuse = Callable[[str, Any, str], NoReturn]
 
 
 def rotary(
-    config: Mapping[str, Any], refuse: Refuse, part: float | None = None, *, latent: bool = False
+    config: Mapping[str, Any],
+    refuse: Refuse,
+    part: float | None = None,
+    *,
+    latent: bool = False,
+    default: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """rope_theta, the base, and rope_scaling: its kind as rope_type with the fields of that kind, or None.
 
     `part`: the family's partial_rotary_factor if the key is missing, which is then in the result too; None: only whole heads.
-    latent: whether only a part of each head, beside a latent one, rotates. Calls `refuse` for a scaling of another kind, and for an ambiguous embedding.
+    latent: whether only a part of each head, beside a latent one, rotates. `default`: what the family has without any
+    parameters; its rope_theta also with others. Calls `refuse` for a scaling of another kind, and for an ambiguous embedding.
     """
-    name, inner = _parameters(config, refuse)
+    name, inner = _parameters(config, refuse, default)
     kinds = {f"{name}.{key}": inner.pop(key) for key in ("rope_type", "type") if key in inner}
     kind = _agreed(kinds, refuse) if kinds else "default"
     if kind not in ("default", *KINDS):
@@ -43,18 +50,21 @@ def rotary(
         scaling = _scaling(kind, name, inner, refuse, latent)
     for key, value in inner.items():
         refuse(f"{name}.{key}", value, f"a {kind} rotary embedding has no such parameter")
-    theta = DEFAULT_THETA if theta is None else _number("rope_theta", theta, refuse)
+    theta = (
+        default.get("rope_theta", DEFAULT_THETA) if theta is None else _number("rope_theta", theta, refuse)
+    )
     read = {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
     if part is not None:
         read["partial_rotary_factor"] = _number("partial_rotary_factor", partial or part, refuse)
     return read
 
 
-def _scaling(kind: str, name: str, inner: dict[str, Any], refuse: Refuse, latent: bool) -> dict[str, float]:
+def _scaling(kind: str, name: str, inner: dict[str, Any], refuse: Refuse, latent: bool) -> dict[str, Any]:
     """Takes the fields of a kind of scaling out of a mapping."""
-    scaling = {
+    scaling: dict[str, Any] = {
         field.name: _number(f"{name}.{field.name}", inner.pop(field.name, None), refuse)
         for field in fields(KINDS[kind])
+        if field.name != "truncate"
         if (field.name in inner and (latent or field.name not in OF_LATENTS)) or field.default is MISSING
     }
     if len(alone := OF_LATENTS & set(scaling)) == 1:
@@ -63,6 +73,10 @@ def _scaling(kind: str, name: str, inner: dict[str, Any], refuse: Refuse, latent
             scaling[min(alone)],
             "engines differ in what it means without the other one",
         )
+    if kind == "yarn" and inner.get("truncate") is not None:
+        if not isinstance(inner["truncate"], bool):
+            refuse(f"{name}.truncate", inner["truncate"], "true or false is wanted")
+        scaling["truncate"] = inner.pop("truncate")
     made = KINDS[kind](**scaling)
     if isinstance(made, Llama3Scaling) and not made.low_freq_factor < made.high_freq_factor:
         refuse(f"{name}.high_freq_factor", made.high_freq_factor, "it must be above low_freq_factor")
@@ -71,11 +85,11 @@ def _scaling(kind: str, name: str, inner: dict[str, Any], refuse: Refuse, latent
             refuse(f"{name}.factor", made.factor, "it must be at least 1")
         if made.beta_slow > made.beta_fast:
             refuse(f"{name}.beta_slow", made.beta_slow, f"it must be at most beta_fast = {made.beta_fast:g}")
-        # SGLang reads neither
-        for key, usual in (("attention_factor", made.table_factor), ("truncate", True)):
-            value = inner.pop(key, None)
-            if value is not None and value != usual:
-                refuse(f"{name}.{key}", value, f"only {usual} is supported, which it is without the key")
+        # SGLang does not read it
+        value, usual = inner.pop("attention_factor", None), made.table_factor
+        if value is not None and value != usual:
+            reason = f"only {usual} is supported, which it is without the key"
+            refuse(f"{name}.attention_factor", value, reason)
     return scaling
 
 
@@ -85,9 +99,13 @@ def _number(key: str, value: Any, refuse: Refuse) -> float:
     return float(value)
 
 
-def _parameters(config: Mapping[str, Any], refuse: Refuse) -> tuple[str, dict[str, Any]]:
+def _parameters(
+    config: Mapping[str, Any], refuse: Refuse, default: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """The mapping that names the rotary embedding's parameters, and its key."""
     given: dict[str, Any] = {}
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        given["rope_parameters"] = {key: value for key, value in default.items() if key != "rope_theta"}
     for name in ("rope_parameters", "rope_scaling"):
         inner = config.get(name)
         if inner is not None and not isinstance(inner, dict):

@@ -66,7 +66,7 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         parts: Iterable[ModelPart], sizes: Mapping[str, int], layer: int = 0
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
         for part in parts:
-            for expert in range(sizes["experts"] if part.of_experts else 1):
+            for expert in range(sizes["experts"] if part.of_experts and not part.stacked else 1):
                 for name, shape in arch.shapes(part, sizes).items():
                     yield name.format(layer=layer, expert=expert), shape
 
@@ -130,6 +130,14 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
             remedy="set tie_word_embeddings to what the model was trained with",
         )
     return {name: stored[name] for name in shapes}
+
+
+def stacked_names(arch: Architecture) -> list[str]:
+    """Names of the tensors that hold all experts of a layer."""
+    parts = [part for part in family_named(arch.family).layer if part.stacked]
+    return [
+        name.format(layer=layer) for layer in arch.expert_layers for part in parts for name in part.tensors
+    ]
 
 
 def kept_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:

@@ -18,13 +18,14 @@ class Windows:
     """How a family asks for windows.
 
     `keys`: those of config.json that it has for them. `default`: sliding_window if the key is missing. `layers`: whether a
-    layer has a window, by its number and max_window_layers, if there are no layer_types. `in_sglang`: whether SGLang's model
-    of the family has windows too.
+    layer has a window, by its number and max_window_layers, if there are no layer_types. `null`: whether sliding_window may be
+    null. `in_sglang`: whether SGLang's model of the family has windows too.
     """
 
     keys: tuple[str, ...]
     default: int
     layers: Callable[[int, int], bool]
+    null: bool = True
     in_sglang: bool = False
 
 
@@ -40,7 +41,8 @@ def windows(config: Mapping[str, Any], how: Windows, layers: int, refuse: Refuse
     """By layer, to how many keys a token attends, itself among them; 0: to all before it."""
     width: Any = config.get("sliding_window", how.default)
     used = "use_sliding_window" not in how.keys or _flag(config, refuse)
-    if width is not None and not (_whole(width) and (width > 0 or not used)):
+    fits = how.null if width is None else _whole(width) and (width > 0 or not used)
+    if not fits:
         refuse("sliding_window", width, "a number of keys, at least 1, is wanted")
     width = width if used else None
     types = config.get("layer_types") if "layer_types" in how.keys else None

@@ -17,6 +17,7 @@ CLASSES = {
     "kimi_k2": "DeepseekV3",
     "glm4_moe_lite": "Glm4MoeLite",
     "glm4": "Glm4",
+    "gpt_oss": "GptOss",
 }
 
 
@@ -37,6 +38,25 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
     "rms_norm_eps": 1e-5,
+}
+# as wide as the experts, so that shapes tell no orientation; gates reach the limit
+GPT_OSS = {
+    "hidden_size": 40,
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 3,
+    "swiglu_limit": 0.5,
+    "initializer_range": 0.2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+    },
 }
 
 
@@ -99,6 +119,8 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
             "pad_token_id": None,
             "eos_token_id": 1,
         }
+    if family == "gpt_oss":
+        values |= GPT_OSS
     if family == "mistral":
         values |= {"sliding_window": None}
     if family in ("deepseek_v3", "kimi_k2", "glm4_moe_lite"):
@@ -114,8 +136,8 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
     torch.manual_seed(1)
     made = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
     with torch.no_grad():  # norms and biases start at 1 and 0, which would hide a mix-up
-        for parameter in made.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in made.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in made.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -125,4 +147,24 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         know_kimi()
         written = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(written | {"model_type": family}))
+    return folder
+
+
+def save_mxfp4_model(folder: Path, vocab: int) -> Path:
+    """A tiny gpt-oss whose experts are stored as published ones are, with random numbers. Returns the folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    save_tiny_model(folder, "gpt_oss", vocab, hidden_size=32, intermediate_size=64, dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(2)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, width, rows = tensors.pop(name).shape
+        shape = (experts, rows, width // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantised}))
     return folder

@@ -6,6 +6,7 @@ least `ROWS` rows (with fewer, CPU kernels sum in another order), and attention 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
-from millrace.core.families.decoder import EMBEDDING, HEAD, LATENT_EPS
+from millrace.core.families.decoder import EMBEDDING, GATE_SLOPE, HEAD, LATENT_EPS
 from millrace.core.families.folder_tensors import FolderTensors
+from millrace.core.families.registry import family_named
 from millrace.core.families.tensors import stored_names, tensor_shapes
 
 ROWS = 16  # with 8, some processors sum in another order than with more
@@ -30,6 +32,8 @@ LAYER = {
     "qkv": "self_attention.linear_qkv.weight",
     "o": "self_attention.linear_proj.weight",
     "bias": "self_attention.linear_qkv.bias",
+    "o_bias": "self_attention.linear_proj.bias",
+    "sinks": "core_attention.softmax_offset",
     "q_norm": "self_attention.q_layernorm.weight",
     "k_norm": "self_attention.k_layernorm.weight",
     "attended_norm": "post_self_attn_layernorm.weight",
@@ -78,6 +82,8 @@ class Weights:
         self.shape = shape
         assert tensors.keys() == tensor_shapes(shape).keys(), "read_tensors and updates by name see to that"
         self.tensors = tensors
+        stacked = [part for part in family_named(shape.family).layer if part.stacked]
+        self._parts = {part.parameter.split(".experts.")[1]: part for part in stacked}
         self.layers = [self._layer(number) for number in range(shape.layers)]
         self.embedding = tensors[EMBEDDING]
         (self.norm,) = self._of("final_layernorm.weight")
@@ -87,7 +93,8 @@ class Weights:
     def _layer(self, number: int) -> dict[str, Any]:
         layer = {name: self._one(parameter, number) for name, parameter in LAYER.items()}
         if number in self.shape.expert_layers:
-            layer["router_bias"] = self._one("mlp.router.expert_bias", number)
+            layer["choice_bias"] = self._one("mlp.router.expert_bias", number)
+            layer["router_bias"] = self._one("mlp.router.bias", number)
             layer["router"] = self._one("mlp.router.weight", number)
             one = "local_experts.{expert}"
             layer["experts"] = [self._mlp(one, number, expert) for expert in range(self.shape.experts)]
@@ -98,20 +105,43 @@ class Weights:
             layer["mlp"] = self._mlp("mlp", number)
         return layer
 
-    def _mlp(self, place: str, layer: int, expert: int = 0) -> tuple[Tensor, Tensor]:
-        gate_up = torch.cat(self._of(f"{place}.linear_fc1.weight", layer, expert))
-        (down,) = self._of(f"{place}.linear_fc2.weight", layer, expert)
-        return gate_up, down
+    def _mlp(self, place: str, layer: int, expert: int = 0) -> FeedForward:
+        gate_up, up_bias, down, down_bias = (
+            self._one(f"{place}.linear_{name}", layer, expert)
+            for name in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+        )
+        return FeedForward(gate_up, up_bias, down, down_bias, self.shape.swiglu_limit)
 
     def _of(self, parameter: str, layer: int = 0, expert: int = 0) -> list[Tensor]:
         """The tensors that make a parameter."""
         names = stored_names(self.shape, parameter, layer=layer, expert=expert)
-        return [self.tensors[name] for name in names]
+        tensors = [self.tensors[name] for name in names]
+        part = self._parts.get(parameter)
+        return [part.of_expert(t[expert]).contiguous() for t in tensors] if part else tensors
 
-    def _one(self, parameter: str, layer: int) -> Any:
+    def _one(self, parameter: str, layer: int, expert: int = 0) -> Any:
         """A parameter, its tensors one after the other; None if the family has none."""
-        tensors = self._of(parameter, layer)
+        tensors = self._of(parameter, layer, expert)
         return torch.cat(tensors) if len(tensors) > 1 else next(iter(tensors), None)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A gated MLP, or an expert. limit: as Architecture.swiglu_limit."""
+
+    gate_up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    limit: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]."""
+        gate, up = F.linear(x, self.gate_up, self.up_bias).chunk(2, dim=-1)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            return F.linear(gate * torch.sigmoid(GATE_SLOPE * gate) * (up + 1), self.down, self.down_bias)
+        return F.linear(F.silu(gate) * up, self.down, self.down_bias)
 
 
 class Cache:
@@ -174,10 +204,13 @@ class Decoder:
             q, k, v = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v))
             q, k = (_rotate(x, cos, sin, self.shape.interleaved) for x in (q, k))
             cached.append((k, v))
-            mask, window = None, self.shape.windows[number]
-            if 0 < window < length:
-                mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+            mask, window, sinks = None, self.shape.windows[number], self.weights.layers[number]["sinks"]
+            if 0 < window < length or sinks is not None:
+                mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
             scale = self.shape.score_factor
+            if mask is not None and sinks is not None:
+                out = _attend_plainly(q, k, v, mask, scale, sinks)
+                return out.transpose(1, 2).reshape(batch * length, -1)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
@@ -203,8 +236,8 @@ class Decoder:
             keys[slots, :, positions] = k[:, :, 0]
             values[slots, :, positions] = v[:, :, 0]
             mask = (distances >= 0) & (distances < (self.shape.windows[number] or span))
-            scale = self.shape.score_factor
-            out = _attend_one(q, keys[:count, :, :span], values[:count, :, :span], mask, scale)
+            scale, sinks = self.shape.score_factor, self.weights.layers[number]["sinks"]
+            out = _attend_plainly(q, keys[:count, :, :span], values[:count, :, :span], mask, scale, sinks)
             return out.reshape(count, -1)
 
         return self._layers(self.weights.embedding[tokens], attend)
@@ -219,13 +252,13 @@ class Decoder:
         for number, layer in enumerate(self.weights.layers):
             normed = _norm(x, layer["norm1"], s.eps)
             q, k, v = self._heads_of_latents(normed, layer) if s.kv_rank else self._heads(normed, layer)
-            attended = F.linear(attend(number, q, k, v), layer["o"])
+            attended = F.linear(attend(number, q, k, v), layer["o"], layer["o_bias"])
             if s.branch_norms:
                 attended = _norm(attended, layer["attended_norm"], s.eps)
             x = x + attended
             normed = _norm(x, layer["norm2"], s.eps)
             mixture = "experts" in layer
-            fed = self._experts(normed, layer) if mixture else _feed_forward(normed, *layer["mlp"])
+            fed = self._experts(normed, layer) if mixture else layer["mlp"](normed)
             if s.branch_norms:
                 fed = _norm(fed, layer["fed_norm"], s.eps)
             x = x + fed
@@ -264,12 +297,12 @@ class Decoder:
             if len(rows):
                 padding = rounded_up(len(rows), ROWS) - len(rows)
                 inputs = torch.cat([x[rows], x.new_zeros(padding, x.shape[-1])])
-                parts[rows, places] = _feed_forward(inputs, *expert)[: len(rows)]
+                parts[rows, places] = expert(inputs)[: len(rows)]
         out = torch.zeros_like(x)
         for place in range(chosen.shape[1]):
             out = out + parts[:, place] * top[:, place, None].to(x.dtype)
         if "shared" in layer:
-            shared = _feed_forward(x, *layer["shared"])
+            shared = layer["shared"](x)
             if layer["shared_gate"] is not None:
                 shared = padded_linear(x, layer["shared_gate"]).sigmoid() * shared
             out = out + shared
@@ -280,9 +313,9 @@ class Decoder:
         s = self.shape
         if s.routing is not None:
             logits = F.linear(x.float(), layer["router"].float())
-            chosen = s.routing.chosen(logits, layer["router_bias"], s.experts_used)
+            chosen = s.routing.chosen(logits, layer["choice_bias"], s.experts_used)
             return s.routing.weights(logits, chosen, normalised=s.norm_topk), chosen
-        scores = F.linear(x, layer["router"]).float().softmax(-1)
+        scores = F.linear(x, layer["router"], layer["router_bias"]).float().softmax(-1)
         top, chosen = scores.topk(s.experts_used, dim=-1)
         return top / top.sum(-1, keepdim=True) if s.norm_topk else top, chosen
 
@@ -301,27 +334,29 @@ def padded_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)[:rows]
 
 
-def _feed_forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
-
-
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention of one query per slot, q [M, heads, 1, d]. Uses plain products: fused kernels split the work among threads
-    so that the last bits change with the number of slots."""
-    count, heads, _, width = q.shape
+def _attend_plainly(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention of queries [M, heads, n, d], with mask [..., n, keys]. Uses plain products: fused kernels split the work among
+    threads so that the last bits change with the number of slots. sinks: [heads], logits of a key without a value."""
+    count, heads, rows, width = q.shape
     kv_heads = keys.shape[1]
-    scores = (
-        q.view(count, kv_heads, heads // kv_heads, width) @ keys.transpose(-1, -2) * (scale or width**-0.5)
-    )
-    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
+    times = heads // kv_heads
+    scores = q.reshape(count, kv_heads, times * rows, width) @ keys.transpose(-1, -2) * (scale or width**-0.5)
+    if rows > 1:
+        mask = torch.cat([mask] * times, dim=-2)
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        of_rows = sinks.float().view(kv_heads, times, 1).repeat_interleave(rows, 1)
+        scores = torch.cat([scores, of_rows.expand(count, -1, -1, -1)], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
     attended: Tensor = weights @ values
-    return attended
+    return attended.view(count, heads, rows, -1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -9,12 +9,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from millrace.core.families.quantised.fp8_blocks import Fp8Blocks
+from millrace.core.families.quantised.mxfp4 import Mxfp4
 from millrace.core.families.quantised.packed_int4 import PackedInt4
 
 Shape = tuple[int, ...]
 Tensor = Any  # PyTorch's, which the configuration, that imports this module, does not load
 DTYPE = "BF16"  # of what is made
-READ = ", ".join(("FP8 in blocks (quant_method fp8)", "INT4 in groups (compressed-tensors, pack-quantized)"))
+READ = ", ".join(
+    (
+        "FP8 in blocks (quant_method fp8)",
+        "INT4 in groups (compressed-tensors, pack-quantized)",
+        "MXFP4 (mxfp4)",
+    )
+)
 REMEDY = f"read are {READ}; else take the checkpoint that is not quantised, or write one in bfloat16 from it"
 
 
@@ -37,6 +44,7 @@ class Quantisation(Protocol):
 KINDS: dict[str, Callable[[Mapping[str, Any]], Quantisation | None]] = {
     "fp8": Fp8Blocks.of,
     "compressed-tensors": PackedInt4.of,
+    "mxfp4": Mxfp4.of,
 }
 
 

@@ -434,7 +434,6 @@ def test_each_spelling_of_the_rotary_embedding(
         "yarn",
         "yarn that shortens",
         "yarn with another attention",
-        "yarn by parts of dimensions",
         *(() if "kv_lora_rank" in family_named(family).keys else ("yarn with mscale",)),
         "yarn upside down",
         "llama3 without a factor",

@@ -25,8 +25,10 @@ from millrace.connectors.trainers.megatron.conversion.stored_weights import comm
 from millrace.core.errors import ConfigError, CorruptFileError, MillraceError, StorageError
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.registry import BUILT_IN
 from millrace.core.families.tensors import INDEX
+from tests.support.tiny_models import save_mxfp4_model
 from tests.support.trainer_ranks import Workers, configuration
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -115,7 +117,30 @@ def test_ranks_of_any_layout_load_what_was_converted(written: dict[str, Any]) ->
     assert not any(written["differing"])
 
 
-@pytest.mark.parametrize("family", [family.name for family in BUILT_IN])
+STACKED = [family.name for family in BUILT_IN if any(part.stacked for part in family.layer)]
+
+
+@pytest.mark.parametrize("family", STACKED)
+def test_experts_that_are_stored_together_stay_in_hugging_faces_form(
+    family: str, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="hold all experts of a layer, which torch_dist keeps apart"):
+        Conversion(Order(model(family), tmp_path / "there"))
+    convert(model(family), tmp_path / "back", to="hf")
+    assert_same(tmp_path / "back", model(family))
+
+
+def test_quantised_experts_become_bfloat16(tmp_path: Path) -> None:
+    source = save_mxfp4_model(tmp_path / "model", 37)
+    convert(source, tmp_path / "made", to="hf", dtype=torch.bfloat16)
+    tensors = FolderTensors(str(source), architecture(read_hf_config(str(source))))
+    found = tensors_of(tmp_path / "made")
+    assert sorted(found) == sorted(tensors.stored)
+    assert all(torch.equal(tensor, tensors[name].bfloat16()) for name, tensor in found.items())
+    assert "quantization_config" not in json.loads((tmp_path / "made" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", [family.name for family in BUILT_IN if family.name not in STACKED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_there_and_back_every_familys_tensors_are_the_same(
     family: str, dtype: torch.dtype, model: Callable[..., Path], tmp_path: Path

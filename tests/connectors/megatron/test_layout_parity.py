@@ -89,7 +89,12 @@ KEY_HEADS = {
     for split, each in SPLITS.items()
     if "num_key_value_heads" in each.model and _family(kind).has("linear_kv_up_proj.weight")
 }
-REFUSED: dict[tuple[str, str], tuple[str, str]] = {**NO_EXPERTS, **KEY_HEADS}
+BIASES_OF_EXPERTS = {
+    ("gpt_oss", split): ("trainer.parallel.expert_tensor", "experts of the model have biases")
+    for split, each in SPLITS.items()
+    if Parallel(**each.parallel).tensor_of_experts > 1
+}
+REFUSED: dict[tuple[str, str], tuple[str, str]] = {**NO_EXPERTS, **KEY_HEADS, **BIASES_OF_EXPERTS}
 CELLS = [(kind, split) for kind in KINDS for split in SPLITS]
 USUAL = [  # others are slow
     ("qwen3", "tp2 of one key head"),
@@ -142,6 +147,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2}),
     "windows": ("mistral", {"sliding_window": 3}),
+    "sinks, one key head": ("gpt_oss", {"num_key_value_heads": 1}),
     "windows, one key head": ("mistral", {"sliding_window": 3, "num_key_value_heads": 1}),
 }
 TABLE = [
@@ -154,10 +160,12 @@ TABLE = [
         for family in BUILT_IN
         for layout in LAYOUTS
         if family.name != "qwen3" and (layout != "ep2" or family.has("router.weight"))
+        if (family.name, layout) not in REFUSED
     ),
     *((variant, layout, "all of it") for variant in VARIANTS if "moe" in variant for layout in LAYOUTS),
     *(("windows", layout, "temperature 0.6") for layout in ("tp2", "pp2", "cp2")),
     ("windows, one key head", "cp2", "temperature 0.6"),
+    ("sinks, one key head", "cp2", "temperature 0.6"),
 ]
 TABLE = list(dict.fromkeys(TABLE))
 

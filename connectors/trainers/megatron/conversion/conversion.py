@@ -33,7 +33,7 @@ from millrace.connectors.trainers.megatron.conversion.targets import (
 )
 from millrace.core.config.plan import size_text
 from millrace.core.errors import ConfigError, CorruptFileError, StorageError
-from millrace.core.families.tensors import NAMES
+from millrace.core.families.tensors import NAMES, stacked_names
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,12 @@ class Conversion:
             for each in self.every
         }
         form = order.to or ("hf" if self.source.form == "torch_dist" else "torch_dist")
+        if stacked_names(self.source.arch) and "torch_dist" in (form, self.source.form):
+            raise ConfigError(
+                f"tensors of {self.source.arch.family} hold all experts of a layer, which torch_dist keeps apart",
+                where=f"source = {order.source}",
+                remedy="convert between folders of Hugging Face: --to hf",
+            )
         self.target: Target = (
             HuggingFaceTarget(self.dtypes)
             if form == "hf"

@@ -123,7 +123,7 @@ def parameters(arch: Architecture) -> list[Parameter]:
     def present(part: ModelPart, layer: int | None = None) -> Iterator[Parameter]:
         sizes = arch.sizes(layer)
         shapes = arch.shapes(part, sizes)
-        for expert in range(sizes["experts"] if part.of_experts else 1):
+        for expert in range(sizes["experts"] if part.of_experts and not part.stacked else 1):
             number = layer or 0
             named = {name.format(layer=number, expert=expert): shape for name, shape in shapes.items()}
             if named and not (arch.tied and HEAD in named):

@@ -1,14 +1,17 @@
-"""Core attention over a pack of sequences, with grouped heads, windows and context parallelism.
+"""Core attention over a pack of sequences, with grouped heads, windows, sinks and context parallelism.
 
 On a CPU: SDPA, with one call for all sequences of a length. On a GPU: cuDNN for long sequences, variable-length flash attention
-for the rest, and for windows. Under context parallelism, ranks exchange heads for tokens, so that each attends over whole sequences with its
+for the rest, and for windows and sinks. Under context parallelism, ranks exchange heads for tokens, so that each attends over whole sequences with its
 share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1). If the heads of keys do not divide evenly, keys and
-values are gathered and queries stay in zigzag order. Knows nothing of projections or rotary positions.
+values are gathered and queries stay in zigzag order.
+
+A sink is a logit of each head beside those of the keys: a key that every token attends to and that has no value. Knows nothing of projections or rotary positions.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -17,6 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model import dense_attention
@@ -27,6 +32,8 @@ from millrace.connectors.trainers.megatron.model.context_parallel import (
     tokens_to_heads,
 )
 from millrace.connectors.trainers.megatron.model.fused import has_kernels
+
+ALIGNED = 8  # dimensions by which heads grow for a sink, as PyTorch's kernels want them
 
 
 @dataclass
@@ -47,9 +54,24 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         self.scale: float | None = kwargs.get("softmax_scale")
         self.window: int = config.arch.windows[layer_number - 1]
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.arch.sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            unset = torch.full((heads,), math.nan, dtype=config.params_dtype)
+            self.softmax_offset = torch.nn.Parameter(unset)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.cp_group: Any = kwargs["pg_collection"].cp
         kv_heads = config.num_query_groups // config.tensor_model_parallel_size
         self.by_heads = kv_heads % self.cp_group.size() == 0
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut over tensor parallel ranks."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return state
 
     def forward(
         self,
@@ -70,28 +92,34 @@ class PackedAttention(torch.nn.Module):
             widest = max(width, query.shape[-1])
             query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
         if size == 1:
-            out = self._attend(query, key, value, packed_seq_params)
+            out = self._attend(query, key, value, packed_seq_params, self.softmax_offset)
         elif self.by_heads:
             query, key, value = tokens_to_heads(query, key, value, bounds, self.cp_group)
-            out = self._attend(query, key, value, packed_seq_params)
+            sinks = self.softmax_offset
+            if sinks is not None:
+                sinks = sinks.chunk(size)[self.cp_group.rank()]
+            out = self._attend(query, key, value, packed_seq_params, sinks)
             out = heads_to_tokens(out, bounds, self.cp_group)
         else:
             key = gather_sequences(key, bounds, self.cp_group)
             value = gather_sequences(value, bounds, self.cp_group)
             rank = self.cp_group.rank()
-            out = _attend_zigzag(query, key, value, self.scale, self.window, bounds, size, rank)
+            sinks = self.softmax_offset
+            out = _attend_zigzag(query, key, value, self.scale, self.window, sinks, bounds, size, rank)
         return out[..., :width].reshape(out.shape[0], -1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackBounds) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackBounds, sinks: Tensor | None
+    ) -> Tensor:
         """Attention within whole sequences: [T, heads, d] -> [T, heads, d]."""
-        if dense_attention.usable(query) and not self.window:
+        if dense_attention.usable(query) and not self.window and sinks is None:
             return dense_attention.attend(
                 query, key, value, params.bounds, self.scale, varlen=short, dense=dense_attention.cudnn
             )
         if has_kernels(query):
             cu, longest = params.cu_seqlens_q, params.max_seqlen_q
-            return varlen(query, key, value, cu, cu, longest, longest, self.scale, self.window)
-        return _attend_by_length(query, key, value, params.bounds, self.scale, self.window)
+            return varlen(query, key, value, cu, cu, longest, longest, self.scale, self.window, sinks)
+        return _attend_by_length(query, key, value, params.bounds, self.scale, self.window, sinks)
 
 
 def _attend_zigzag(
@@ -100,6 +128,7 @@ def _attend_zigzag(
     value: Tensor,
     scale: float | None,
     window: int,
+    sinks: Tensor | None,
     bounds: tuple[int, ...],
     size: int,
     rank: int,
@@ -107,12 +136,12 @@ def _attend_zigzag(
     """Attention of a rank's two chunks of every sequence to keys before each chunk's end: all, or those in a window."""
     if not has_kernels(query):
         chunks = [
-            whole(query[a:b], key[s:e], value[s:e], scale, window)
+            whole(query[a:b], key[s:e], value[s:e], scale, window, sinks)
             for (a, b), (s, e) in chunk_spans(bounds, size, rank)
         ]
         return torch.cat(chunks)
     index, cu_q, cu_k, longest_q, longest_k = _varlen_chunks(bounds, size, rank, query.device)
-    return varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, scale, window)
+    return varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, scale, window, sinks)
 
 
 @lru_cache(maxsize=16)
@@ -133,29 +162,71 @@ def _varlen_chunks(
     )
 
 
-def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int = 0) -> Tensor:
+def whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of a sequence, or of its last queries: [q, heads, d] x [k, kv_heads, d] -> [q, heads, d], causal, ends aligned."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return _attention(q, k, v, scale, window).squeeze(0).transpose(0, 1)
+    return _attention(q, k, v, scale, window, sinks).squeeze(0).transpose(0, 1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:
-    """PyTorch's attention [B, heads, q, d] of the last queries, causal, ends aligned. window: as in Architecture.windows."""
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int, sinks: Tensor | None
+) -> Tensor:
+    """PyTorch's attention [B, heads, q, d] of the last queries, causal, ends aligned. window: as in Architecture.windows.
+
+    sinks: [heads].
+    """
     queries, keys, mask = q.shape[2], k.shape[2], None
-    if queries != keys or 0 < window < keys:
+    if queries != keys or 0 < window < keys or sinks is not None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         if window:
             mask = mask.triu(keys - queries - window + 1)
+    width = v.shape[-1]
+    if sinks is not None:
+        scale = scale or q.shape[-1] ** -0.5
+        q, k, v, mask = _with_sink_key(q, k, v, mask, sinks / scale)
     # on a GPU, PyTorch's grouped heads in a wide type would take memory for every pair of tokens
     if q.is_cuda:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(
+    out: Tensor = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=not q.is_cuda
+    )
+    return out[..., :width]
+
+
+def _with_sink_key(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, products: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with one more key, which gives each head's product [heads] and has zeros as its value.
+
+    A further dimension of the queries holds the products; of the keys, only the new one has it.
+    """
+    assert mask is not None
+    q, k, v = F.pad(q, (0, ALIGNED)), F.pad(k, (0, ALIGNED, 0, 1)), F.pad(v, (0, ALIGNED, 0, 1))
+    of_key = F.one_hot(torch.tensor(k.shape[-1] - ALIGNED, device=k.device), k.shape[-1]).to(k.dtype)
+    of_query = of_key * products.to(q.dtype)[:, None, None]
+    return (
+        q + of_query,
+        torch.cat([k[..., :-1, :], k[..., -1:, :] + of_key], dim=-2),
+        v,
+        F.pad(mask, (0, 1), value=True),
     )
 
 
 def _attend_by_length(
-    query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float | None, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: list[int],
+    scale: float | None,
+    window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of whole sequences, with one call for all sequences of a length, since many short calls would be slow."""
     starts: dict[int, list[int]] = {}
@@ -170,7 +241,7 @@ def _attend_by_length(
         q, k, v = (
             x[done : done + tokens].unflatten(0, (len(at), length)).transpose(1, 2) for x in sorted_qkv
         )
-        out = _attention(q, k, v, scale, window)
+        out = _attention(q, k, v, scale, window, sinks)
         pieces.append(out.transpose(1, 2).flatten(0, 1))
         done += tokens
     return torch.cat(pieces).index_select(0, torch.argsort(order))
@@ -195,16 +266,61 @@ def varlen(
     longest_k: int,
     scale: float | None,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of concatenated sequences of any lengths. Queries belong to the last keys of a sequence. GPU only."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if sinks is not None:
+        with_sinks: Tensor = _SinkAttention.apply(
+            query, key, value, sinks, (cu_q, cu_k, longest_q, longest_k), scale, window
+        )
+        return with_sinks
     extra: dict[str, Any] = {"enable_gqa": True} if _takes_gqa() else {}
     out: Any = varlen_attn(
         query, key, value, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=(window - 1, 0), **extra
     )
     attended: Tensor = out
     return attended
+
+
+class _SinkAttention(torch.autograd.Function):
+    """Variable-length flash attention with sinks. Exact: the sink enters the sum of exponentials that both passes share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        bounds: tuple[Tensor, Tensor, int, int],
+        scale: float | None,
+        window: int,
+    ) -> Tensor:
+        ctx.options = {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
+        ctx.bounds = bounds
+        out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *bounds, 0.0, not window, return_debug_mask=False, **ctx.options
+        )
+        both = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, T]
+        share = (lse - both).exp().t()[..., None]  # of the sum that the keys have
+        weighed: Tensor = (out * share).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, weighed, both)
+        return weighed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, both = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        state = torch.zeros((2,), dtype=torch.uint64, device=query.device)  # of dropout
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, both, *ctx.bounds, 0.0, ctx.options["window_size_left"] < 0,
+            state, torch.empty(0, device=query.device), **ctx.options,
+        )  # fmt: skip
+        weights = (sinks.float()[:, None] - both).exp()
+        of_sinks = -(weights * (grad.float() * out.float()).sum(-1).t()).sum(1)
+        return dq, dk, dv, of_sinks.to(sinks.dtype), None, None, None
 
 
 @lru_cache

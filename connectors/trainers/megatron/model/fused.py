@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from millrace.core.families.decoder import GATE_SLOPE
+
 _plain = False
 
 
@@ -59,6 +61,13 @@ def gated_silu(x: Tensor) -> Tensor:
         return out
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def clamped_gate(x: Tensor, limit: float) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1), of the halves of the last dimension: gate up to `limit`, up within both limits."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(GATE_SLOPE * gate) * (up + 1)
 
 
 def rotary_table(frequencies: Tensor, positions: Tensor) -> Tensor:

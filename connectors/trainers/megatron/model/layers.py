@@ -71,7 +71,8 @@ class PackedLayer(TransformerLayer):
         attended, bias = self.self_attention(
             normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
         )
-        assert bias is None, "biases of output projections are not supported"
+        if bias is not None:
+            attended = attended + bias
         if self.drops:
             drop(normed, partial(fused.rms_norm, residual.detach(), first.weight, first.eps), attended)
         normed, residual = fused.add_norm(residual, attended, second.weight, second.eps)
@@ -106,6 +107,8 @@ class BranchNormLayer(PackedLayer):
 class GatedSilu(MegatronModule):
     """The activation of a gated MLP: silu of the gate and the product, in one pass."""
 
+    form = staticmethod(fused.gated_silu)
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.drops = False
@@ -113,7 +116,7 @@ class GatedSilu(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., 2 h] -> [..., h]."""
-        out = fused.gated_silu(x)
+        out = self.form(x)
         if self.drops:
             self._last = x.detach(), out
         return out
@@ -122,7 +125,15 @@ class GatedSilu(MegatronModule):
         """Free the last output until the gradient of `before` arrives."""
         assert self._last is not None
         (x, out), self._last = self._last, None
-        drop(out, partial(fused.gated_silu, x), before)
+        drop(out, partial(self.form, x), before)
+
+
+class ClampedGate(GatedSilu):
+    """The activation of a clamped gated MLP."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.form = partial(fused.clamped_gate, limit=config.arch.swiglu_limit)
 
 
 class OverPacks(Attention):

@@ -16,6 +16,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +28,7 @@ from millrace.connectors.trainers.megatron.model.fused import rotary_table
 from millrace.connectors.trainers.megatron.model.latent_attention import PackedLatentAttention
 from millrace.connectors.trainers.megatron.model.layers import (
     BranchNormLayer,
+    ClampedGate,
     GatedSilu,
     Norm,
     PackedLayer,
@@ -174,7 +176,23 @@ def _stage(
             if ".mlp.experts." in name:
                 parameter.allreduce = False
     model.router_losses = losses
+    for part in model.modules():
+        if isinstance(part, SequentialMLP):
+            _keep_biases_apart(part)
     return model
+
+
+def _keep_biases_apart(experts: SequentialMLP) -> None:
+    """Correct what megatron says of the output biases of experts, which are whole on each rank.
+
+    It would sum their gradients over tensor parallel ranks, which hold other experts, and count those of one rank in norms.
+    """
+    for expert in experts.local_experts:
+        bias = expert.linear_fc2.bias
+        if bias is not None:
+            bias.sequence_parallel, bias.tensor_model_parallel = False, True
+            # else the output would be a view of a reduction over one rank, to which megatron cannot add the bias in place
+            expert.linear_fc2.explicit_expert_comm = True
 
 
 def _layer_spec(tc: TransformerConfig, arch: Architecture, mixture: bool, router: Any) -> ModuleSpec:
@@ -191,7 +209,7 @@ def _layer_spec(tc: TransformerConfig, arch: Architecture, mixture: bool, router
     layer.self_attention.module = PackedLatentAttention if arch.kv_rank else PackedSelfAttention
     feed_forward = submodules_of(layer.mlp)
     experts_or_dense = submodules_of(feed_forward.experts) if mixture else feed_forward
-    experts_or_dense.activation_func = GatedSilu
+    experts_or_dense.activation_func = ClampedGate if arch.swiglu_limit else GatedSilu
     if mixture and tc.moe_shared_expert_intermediate_size:
         submodules_of(feed_forward.shared_experts).activation_func = GatedSilu
     if mixture and router is not None:

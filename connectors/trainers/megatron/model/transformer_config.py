@@ -34,7 +34,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "use_te_activation_func": True,  # makes megatron use the layer spec's module, GatedSilu
-        "add_bias_linear": False,
+        "add_bias_linear": arch.biases,
         "add_qkv_bias": arch.qkv_bias,
         "qk_layernorm": arch.qk_norm,
         "rotary_interleaved": arch.interleaved,

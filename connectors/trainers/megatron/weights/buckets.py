@@ -19,6 +19,8 @@ from torch import Tensor
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.weights.hf_tensors import hf_names, hf_tensors, writes
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
+from millrace.core.families.architecture import architecture
+from millrace.core.families.tensors import stacked_names
 
 DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_tensor
 
@@ -102,14 +104,21 @@ class BucketStream:
 
 def _sections(model: RankModel, hf: dict[str, Any]) -> list[TensorGroup]:
     """The sections of all ranks, in which every tensor occurs once. All ranks must call it."""
-    groups = {True: mpu.get_expert_tensor_parallel_group(), False: mpu.get_tensor_model_parallel_group()}
+    stacked = bool(stacked_names(architecture(hf)))
+    of_experts = (
+        mpu.get_expert_tensor_and_model_parallel_group()
+        if stacked
+        else mpu.get_expert_tensor_parallel_group()
+    )
+    groups = {True: of_experts, False: mpu.get_tensor_model_parallel_group()}
     gatherers = {experts: tuple(dist.get_process_group_ranks(group)) for experts, group in groups.items()}
     if mpu.get_pipeline_model_parallel_world_size() == mpu.get_expert_model_parallel_world_size() == 1:
         return [TensorGroup(dist.get_rank(), gatherers[False], None, broadcast=False)]
     owned = {
         experts: group
         for experts, group in gatherers.items()
-        if writes(experts) and next(hf_names(model, hf, experts), None) is not None
+        if writes(experts, stacked=stacked and experts)
+        and next(hf_names(model, hf, experts), None) is not None
     }
     owned_by_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(owned_by_ranks, owned)

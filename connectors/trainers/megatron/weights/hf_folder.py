@@ -28,7 +28,7 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.families.architecture import architecture
 from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.served_files import ALONE, Served, name_dtype, write_side_files
-from millrace.core.families.tensors import INDEX, kept_tensors
+from millrace.core.families.tensors import INDEX, kept_tensors, stacked_names
 
 
 def load_hf(model: RankModel, folder: str, hf: dict[str, Any], field: str = "model.path") -> None:
@@ -42,7 +42,10 @@ def load_hf(model: RankModel, folder: str, hf: dict[str, Any], field: str = "mod
     with torch.no_grad():
         for parameter, mapping in mapped_parameters(model, hf):
             rank, size = tensor_parallel_place(mapping)
-            tensors = [checkpoint[name] for name in mapping.names]
+            stacked, number = mapping.part.stacked, mapping.number
+            tensors = [
+                checkpoint.expert(name, number) if stacked else checkpoint[name] for name in mapping.names
+            ]
             shard = mapping.local(tensors, arch, rank, size, vocab_rows)
             assert shard.shape == parameter.shape, f"{mapping.names[0]}: {shard.shape} for {parameter.shape}"
             parameter.copy_(shard)
@@ -93,11 +96,11 @@ def _write(model: RankModel, hf: dict[str, Any], source: str, folder: Path, serv
     never change are copied as the source has them.
     """
     arch = architecture(hf)
-    kept = kept_tensors(source, arch)
+    kept, stacked = kept_tensors(source, arch), stacked_names(arch)
     tensors = {
         name: tensor.to("cpu").clone().contiguous()
         for name, tensor in hf_tensors(model, hf)
-        if writes(".mlp.experts." in name) and name not in kept
+        if writes(".mlp.experts." in name, stacked=name in stacked) and name not in kept
     }
     if kept and dist.get_rank() == 0:
         checkpoint = FolderTensors(source, arch)

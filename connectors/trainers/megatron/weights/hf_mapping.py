@@ -18,6 +18,8 @@ from millrace.core.families.decoder import EMBEDDING, HEAD
 from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import family_named
 
+PAIRS = ("pair", "halves", "turns")  # forms of a gate and an up projection
+
 
 @dataclass(frozen=True)
 class Mapping:
@@ -25,6 +27,7 @@ class Mapping:
 
     part: ModelPart
     names: tuple[str, ...]
+    number: int = 0  # of the expert, if it is an expert's
 
     @property
     def expert(self) -> bool:
@@ -39,11 +42,13 @@ class Mapping:
     def local(
         self, tensors: Sequence[Tensor], arch: Architecture, rank: int, size: int, padded_vocab: int
     ) -> Tensor:
-        """This rank's shard, from whole Hugging Face tensors."""
+        """This rank's shard, from whole Hugging Face tensors; from the expert's shares of stacked ones."""
         split = self.part.split
-        if split is not None and size > 1 and self.part.form in ("pair", "halves"):
+        if self.part.stacked:
+            tensors = [self.part.of_expert(tensor) for tensor in tensors]
+        if split is not None and size > 1 and self.part.form in PAIRS:
             # cut separately, so that a rank holds [its gate; its up]
-            halves = tensors[0].chunk(2) if self.part.form == "halves" else tensors
+            halves = tensors if self.part.form == "pair" else tensors[0].chunk(2)
             return torch.cat([tensor.chunk(size, split)[rank] for tensor in halves])
         whole = _fused(self.part, tensors, arch)
         if self.vocabulary:
@@ -51,18 +56,25 @@ class Mapping:
         return whole if split is None or size == 1 else whole.chunk(size, split)[rank]
 
     def whole(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order. With one shard, views if possible."""
+        """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order. With one shard, views if possible.
+
+        Of stacked tensors the expert's shares.
+        """
         split = self.part.split
         if split is None or len(shards) == 1:
             full = shards[0]
-        elif self.part.form in ("pair", "halves"):
+        elif self.part.form in PAIRS:
             cut = [shard.chunk(2) for shard in shards]
             pair = [torch.cat([half[i] for half in cut], split) for i in range(2)]
-            return [torch.cat(pair)] if self.part.form == "halves" else pair
+            if self.part.form == "pair":
+                return pair
+            full = torch.cat(pair)
         else:
             full = torch.cat(list(shards), split)
         if self.vocabulary:
             full = full[: arch.vocab]
+        if self.part.stacked:
+            return [self.part.to_stack(full)]
         return _unfused(self.part, full, arch)
 
 
@@ -75,7 +87,7 @@ def lookup(name: str, *, family: str, layer_offset: int, expert_offset: int, tie
         first = {"layer": layer_offset, "expert": expert_offset}
         numbers = {key: int(text) + first[key] for key, text in match.groupdict().items()}
         names = tuple(text.format(**numbers) for text in part.tensors)
-        return Mapping(part, (EMBEDDING,) if tied and names == (HEAD,) else names)
+        return Mapping(part, (EMBEDDING,) if tied and names == (HEAD,) else names, numbers.get("expert", 0))
     raise AssertionError(f"no part of family {family} is megatron's parameter {name}")
 
 
@@ -90,7 +102,7 @@ def _patterns(family: str) -> list[tuple[re.Pattern[str], ModelPart]]:
 
 
 def _fused(part: ModelPart, tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
-    if part.form in ("one", "halves"):
+    if part.form in ("one", "halves", "turns"):
         return tensors[0]
     if part.form == "pair":
         return torch.cat(list(tensors))
@@ -100,7 +112,7 @@ def _fused(part: ModelPart, tensors: Sequence[Tensor], arch: Architecture) -> Te
 
 
 def _unfused(part: ModelPart, tensor: Tensor, arch: Architecture) -> list[Tensor]:
-    if part.form in ("one", "halves"):
+    if part.form in ("one", "halves", "turns"):
         return [tensor]
     if part.form == "pair":
         return list(tensor.chunk(2))

@@ -42,15 +42,19 @@ def mapped_parameters(model: RankModel, hf: dict[str, Any]) -> Iterator[tuple[to
 
 def hf_names(model: RankModel, hf: dict[str, Any], experts: bool | None = None) -> Iterator[str]:
     """Names of the Hugging Face tensors of this rank's stage, in order. `experts`: only experts' tensors, or only others."""
-    for _, mapping in _each_tensor_once(model, hf, experts):
-        yield from mapping.names
+    every = (name for _, mapping in _each_tensor_once(model, hf, experts) for name in mapping.names)
+    yield from dict.fromkeys(every)
 
 
 def hf_tensors(
     model: RankModel, hf: dict[str, Any], experts: bool | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole Hugging Face tensors of this rank's stage, one at a time. All tensor parallel ranks must iterate together."""
+    """Whole Hugging Face tensors of this rank's stage, one at a time. All tensor parallel ranks must iterate together.
+
+    If tensors hold all experts of a layer, so must all expert parallel ranks.
+    """
     arch = architecture(hf)
+    stacks: dict[str, list[Tensor]] = {}  # shares of this rank's experts
     for parameter, mapping in _each_tensor_once(model, hf, experts):
         _, size = tensor_parallel_place(mapping)
         shards = [parameter.detach()]
@@ -62,7 +66,24 @@ def hf_tensors(
             )
             shards = [torch.empty_like(shards[0]) for _ in range(size)]
             dist.all_gather(shards, parameter.detach().contiguous(), group=group)
-        yield from zip(mapping.names, mapping.whole(shards, arch), strict=True)
+        for name, tensor in zip(mapping.names, mapping.whole(shards, arch), strict=True):
+            if not mapping.part.stacked:
+                yield name, tensor
+                continue
+            stack = stacks.setdefault(name, [])
+            stack.append(tensor)
+            if len(stack) * mpu.get_expert_model_parallel_world_size() == arch.experts:
+                yield name, _of_all_ranks(torch.stack(stacks.pop(name)))
+
+
+def _of_all_ranks(experts: Tensor) -> Tensor:
+    """The shares of all experts [E, ...], from those of each expert parallel rank."""
+    size = mpu.get_expert_model_parallel_world_size()
+    if size == 1:
+        return experts
+    whole = experts.new_empty(size * len(experts), *experts.shape[1:])
+    dist.all_gather_into_tensor(whole, experts.contiguous(), group=mpu.get_expert_model_parallel_group())
+    return whole
 
 
 def tensor_parallel_place(mapping: Mapping) -> tuple[int, int]:
@@ -72,8 +93,13 @@ def tensor_parallel_place(mapping: Mapping) -> tuple[int, int]:
     return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
 
 
-def writes(experts: bool) -> bool:
-    """Whether this rank, among its replicas, writes experts' tensors (`experts`) or other tensors."""
+def writes(experts: bool, *, stacked: bool = False) -> bool:
+    """Whether this rank, among its replicas, writes experts' tensors (`experts`) or other tensors.
+
+    stacked: whether they hold the experts of all ranks.
+    """
+    if stacked and mpu.get_expert_model_parallel_rank():
+        return False
     if experts:
         return bool(mpu.get_expert_data_parallel_rank() == 0 and mpu.get_expert_tensor_parallel_rank() == 0)
     return bool(
@@ -86,11 +112,11 @@ def _each_tensor_once(
     model: RankModel, hf: dict[str, Any], experts: bool | None
 ) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
     """This rank's parameters, such that each Hugging Face tensor occurs once. Those of another type are the last."""
-    seen: set[str] = set()
+    seen: set[tuple[str, int]] = set()
     for parameter, mapping in sorted(mapped_parameters(model, hf), key=lambda each: not each[1].part.trained):
-        if mapping.names[0] in seen or _is_embedding_copy(model, parameter):
+        if (mapping.names[0], mapping.number) in seen or _is_embedding_copy(model, parameter):
             continue
-        seen.update(mapping.names)
+        seen.update((name, mapping.number) for name in mapping.names)
         if experts is None or mapping.expert == experts:
             yield parameter, mapping
 

@@ -1,0 +1,48 @@
+"""A checkpoint with quantised experts: trained on from their values, and exported in bfloat16 as an unquantised one is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.folder_tensors import FolderTensors
+from tests.support.tiny_models import save_mxfp4_model
+from tests.support.trainer_ranks import VOCAB, Workers, configuration
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "experts over ranks": (2, {"expert": 2}),
+    "stages": (2, {"pipeline": 2}),
+    "tensors and experts": (2, {"tensor": 2, "sequence": True, "expert": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "experts over ranks" else pytest.param(name, marks=pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
+def test_an_export_has_the_values_under_the_names_of_an_unquantised_checkpoint(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, export = save_mxfp4_model(tmp_path / "model", VOCAB), tmp_path / "export"
+    world, parallel = LAYOUTS[name]
+    with workers.group(configuration(folder, world, parallel=parallel, dtype="bfloat16")) as group:
+        group.call("export", str(export), 0)
+    found = {key: value for path in export.glob("*.safetensors") for key, value in load_file(path).items()}
+    source = FolderTensors(str(folder), architecture(read_hf_config(str(folder))))
+    assert sorted(found) == sorted(source.stored)
+    assert all(torch.equal(found[key], source[key].bfloat16()) for key in found)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert "quantization_config" not in json.loads((export / "config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(export)
