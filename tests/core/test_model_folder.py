@@ -685,6 +685,14 @@ def test_windows_that_no_layer_here_has_are_refused(name: str, key: str, value: 
         resolved({**PUBLISHED[name], key: value}, "test")
 
 
+def test_a_token_of_deepseek_v3_uses_the_published_number_of_parameters() -> None:
+    """37,552,282,624, norms and biases among them. An engine caches a latent of a token, or its keys and values."""
+    arch = architecture(resolved(PUBLISHED["DeepSeek-V3, not quantised"], "test"))
+    assert arch.products + arch.embedding == pytest.approx(37_552_282_624, rel=1e-4)
+    assert arch.kv_bytes(2, 8, latents=True) == 61 * (512 + 64) * 2
+    assert arch.kv_bytes(2, 8, latents=False) == 61 * 16 * (192 + 128) * 2
+
+
 def shape_of(family: str, tied: bool = False, **more: Any) -> Any:
     shared = {**EXPERTS, "shared_expert_intermediate_size": 6}
     own: dict[str, Any] = {
