@@ -181,6 +181,32 @@ def _kimi(factor: float, eps: float, positions: int) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        **_sizes(layers, 2880, 2880, 64, 8, 201088),
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "swiglu_limit": 7.0,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+
+
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
     return {
         "num_hidden_layers": layers,
@@ -219,6 +245,11 @@ DEEPSEEK_NOTES = (
 KIMI_NOTES = (
     "Only K2-Thinking thinks. A call's id is functions.NAME:NUMBER, and its answer names it. In bfloat16 an engine takes more than a "
     f"host of 8 GPUs: engines.kind: external. {OWN_TOKENIZER}"
+)
+GPT_OSS_SAMPLING = "temperature 1.0, top_p 1.0"
+GPT_OSS_NOTES = (
+    "Thinking is the channel analysis; chat_template_kwargs sets reasoning_effort. One call a turn. The last answer of a dialogue ends "
+    "otherwise than earlier ones: with messages of the user after turns set rollout.session.history: append."
 )
 
 
@@ -488,5 +519,22 @@ PRESETS: dict[str, ModelPreset] = {
         (_L(256, tensor=2, pipeline=2, expert=64, engine=32, recompute="full", options=_first(30)),),
         "temperature 1.0",
         KIMI_NOTES,
+    ),
+    "gpt-oss-20b": ModelPreset(
+        "openai/gpt-oss-20b",
+        _gpt_oss(24, 32),
+        (_L(4, expert=4, recompute="selective"), _L(8, expert=4, recompute="full")),
+        GPT_OSS_SAMPLING,
+        GPT_OSS_NOTES,
+    ),
+    "gpt-oss-120b": ModelPreset(
+        "openai/gpt-oss-120b",
+        _gpt_oss(36, 128),
+        (
+            _L(16, tensor=4, pipeline=2, expert=8, engine=4, recompute="full"),
+            _L(32, tensor=2, expert=32, engine=8, recompute="full"),
+        ),
+        GPT_OSS_SAMPLING,
+        GPT_OSS_NOTES,
     ),
 }

@@ -49,6 +49,8 @@ PUBLISHED: dict[str, int | float] = {
     "deepseek-v3": 671.03,
     "kimi-k2": 1026.41,
     "kimi-k2-thinking": 1026.41,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 # models that others ship launch files for, and the family that a preset of them waits for
 WAITING = {
