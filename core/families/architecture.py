@@ -181,7 +181,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         norm_topk=bool(mixtures) and hf.get("norm_topk_prob", True),
         routing=_routing(hf) if mixtures else None,
         qkv_bias=hf.get("attention_bias", family.has("linear_qkv.bias")),
-        qk_norm=family.has(".k_layernorm.weight"),
+        qk_norm=hf.get("use_qk_norm", family.has(".k_layernorm.weight")),
         branch_norms=family.has("post_mlp_layernorm.weight"),
         biases=family.has("linear_proj.bias"),
         sinks=family.has("softmax_offset"),

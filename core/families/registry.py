@@ -14,6 +14,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from millrace.core.families.family import Family
 from millrace.core.families.glm4 import GLM4
+from millrace.core.families.glm4_moe import GLM4_MOE
 from millrace.core.families.glm4_moe_lite import GLM4_MOE_LITE
 from millrace.core.families.gpt_oss import GPT_OSS
 from millrace.core.families.llama import LLAMA
@@ -35,6 +36,7 @@ BUILT_IN = (
     KIMI_K2,
     GLM4_MOE_LITE,
     GPT_OSS,
+    GLM4_MOE,
 )
 _known: dict[str, Family] = {family.name: family for family in BUILT_IN}
 

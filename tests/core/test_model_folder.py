@@ -693,10 +693,23 @@ def test_a_token_of_deepseek_v3_uses_the_published_number_of_parameters() -> Non
     assert arch.kv_bytes(2, 8, latents=False) == 61 * 16 * (192 + 128) * 2
 
 
+SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
 def shape_of(family: str, tied: bool = False, **more: Any) -> Any:
     shared = {**EXPERTS, "shared_expert_intermediate_size": 6}
     own: dict[str, Any] = {
         "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
+        "glm4_moe": {**SIGMOID, "first_k_dense_replace": 1},
         "qwen3_moe": EXPERTS,
         "qwen2_moe": shared,
         "mistral": {"sliding_window": None},

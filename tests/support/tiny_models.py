@@ -18,6 +18,7 @@ CLASSES = {
     "glm4_moe_lite": "Glm4MoeLite",
     "glm4": "Glm4",
     "gpt_oss": "GptOss",
+    "glm4_moe": "Glm4Moe",
 }
 
 
@@ -38,6 +39,22 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
     "rms_norm_eps": 1e-5,
+}
+GLM4_MOE = {
+    "num_attention_heads": 6,
+    "head_dim": 12,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
 }
 # as wide as the experts, so that shapes tell no orientation; gates reach the limit
 GPT_OSS = {
@@ -121,6 +138,8 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         }
     if family == "gpt_oss":
         values |= GPT_OSS
+    if family == "glm4_moe":
+        values |= GLM4_MOE
     if family == "mistral":
         values |= {"sliding_window": None}
     if family in ("deepseek_v3", "kimi_k2", "glm4_moe_lite"):
