@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "sql": (["sql", "a", QUERY, "--root", "{root}"], 0),
     "plan": (["plan", f"no{ODD}.yaml", "--from", "a", "--root", "{root}"], 2),
     "score": (["score", "odd.jsonl", "--reward", "odd_reward:score", "--response-key", "prompt"], 1),
+    "convert": (["convert", f"{{root}}/no{ODD}", f"{{root}}/to{ODD}"], 2),
     "branch": (["branch", f"a{ODD}", "b", "--at", "1", "--root", "{root}"], 2),
     "discard": (["discard", f"a{ODD}", "--iteration", "1", "--root", "{root}"], 2),
     "stop": (["stop", f"a{ODD}", "--root", "{root}"], 2),
