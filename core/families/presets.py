@@ -207,6 +207,25 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+def _glm4_moe(
+    layers: int, dense: int, hidden: int, ffn: int, experts: int, expert_ffn: int, scale: float, qk_norm: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": "glm4_moe",
+        **_sizes(layers, hidden, ffn, 96, 8, 151552),
+        "head_dim": 128,
+        "attention_bias": True,
+        "use_qk_norm": qk_norm,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **_sigmoid_experts(experts, 8, expert_ffn, dense, 1, scale),
+        "num_nextn_predict_layers": 1,
+    }
+
+
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
     return {
         "num_hidden_layers": layers,
@@ -245,6 +264,10 @@ DEEPSEEK_NOTES = (
 KIMI_NOTES = (
     "Only K2-Thinking thinks. A call's id is functions.NAME:NUMBER, and its answer names it. In bfloat16 an engine takes more than a "
     f"host of 8 GPUs: engines.kind: external. {OWN_TOKENIZER}"
+)
+GLM45_NOTES = (
+    "Thinking is on unless chat_template_kwargs has enable_thinking: false; before messages of the user earlier thinking is dropped. "
+    "Calls are keys and values in tags."
 )
 GPT_OSS_SAMPLING = "temperature 1.0, top_p 1.0"
 GPT_OSS_NOTES = (
@@ -536,5 +559,23 @@ PRESETS: dict[str, ModelPreset] = {
         ),
         GPT_OSS_SAMPLING,
         GPT_OSS_NOTES,
+    ),
+    "glm4.5-106b-a12b": ModelPreset(
+        "zai-org/GLM-4.5-Air",
+        _glm4_moe(46, 1, 4096, 10944, 128, 1408, 1.0, qk_norm=False),
+        (
+            _L(16, tensor=4, expert=16, engine=4, recompute="full"),
+            _L(32, tensor=2, pipeline=2, expert=16, engine=8, recompute="full"),
+        ),
+        "temperature 0.6",
+        GLM45_NOTES,
+    ),
+    "glm4.5-355b-a32b": ModelPreset(
+        "zai-org/GLM-4.5",
+        _glm4_moe(92, 3, 5120, 12288, 160, 1536, 2.5, qk_norm=True),
+        (_L(64, tensor=4, pipeline=4, expert=16, engine=8, recompute="full"),),
+        "temperature 0.6",
+        GLM45_NOTES,
+        {"max_position_embeddings": (202752,)},
     ),
 }

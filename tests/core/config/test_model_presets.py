@@ -49,13 +49,13 @@ PUBLISHED: dict[str, int | float] = {
     "deepseek-v3": 671.03,
     "kimi-k2": 1026.41,
     "kimi-k2-thinking": 1026.41,
+    "glm4.5-106b-a12b": 106.85,
+    "glm4.5-355b-a32b": 352.8,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
 # models that others ship launch files for, and the family that a preset of them waits for
 WAITING = {
-    "glm4.5-106b-a12b": "glm4_moe",
-    "glm4.5-355b-a32b": "glm4_moe",
     "glm5-744b-a40b": "glm_moe_dsa",
     "glm5.2-744b-a40b": "glm_moe_dsa",
     "mimo-7b-rl": "mimo",
