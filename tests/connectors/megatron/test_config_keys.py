@@ -462,7 +462,7 @@ def compare(
     except Exception as error:  # noqa: BLE001 - a rank's, of which only the text arrives
         return "refused" if str(error).startswith("ConfigError: ") else f"{type(error).__name__}: {error}"
     try:
-        theirs = plain.logprobs(config)
+        theirs = plain.logprobs(json.loads(text))  # transformers writes into what it is given
     except Exception as error:  # noqa: BLE001 - transformers checks values of keys that no model reads
         return "refused by both" if harmless else f"only Hugging Face refuses it: {error}"
     gap = (ours - theirs).abs().max().item()
