@@ -45,7 +45,7 @@ GLM4_MOE = {
     "head_dim": 12,
     "attention_bias": True,
     "use_qk_norm": True,
-    "n_routed_experts": 8,
+    "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
