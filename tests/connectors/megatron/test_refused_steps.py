@@ -22,7 +22,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 and sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "pp2": {"parallel": {"pipeline": 2}},
     "cp2": {"parallel": {"context": 2}},
+    "vpp2": {"parallel": {"pipeline": 2, "virtual": 2}},
     "ep2": {"parallel": {"expert": 2}},
+    "etp2": {"parallel": {"expert_tensor": 2}},
 }
 BESIDE: dict[str, dict[str, Any]] = {
     "reference": {"preset": "grpo", "kl_coef": 0.1},
@@ -64,11 +66,13 @@ def test_a_refused_step_is_then_made_as_if_it_had_not_been_tried(
     beside: str,
 ) -> None:
     good, bad = iteration
-    kind, algorithm = "qwen3_moe" if layout == "ep2" else "qwen3", dict(BESIDE[beside])
+    kind, algorithm = "qwen3_moe" if layout in ("ep2", "etp2") else "qwen3", dict(BESIDE[beside])
+    layers = {"num_hidden_layers": 4} if layout == "vpp2" else {}
     if beside == "teacher":
-        algorithm["teacher"] = str(model(kind, num_attention_heads=8))
+        algorithm["teacher"] = str(model(kind, num_attention_heads=8, **layers))
     world = 1 if layout == "one" else 2
-    with workers.group(configuration(model(kind), world, algorithm=algorithm, **LAYOUTS[layout])) as group:
+    config = configuration(model(kind, **layers), world, algorithm=algorithm, **LAYOUTS[layout])
+    with workers.group(config) as group:
         group.call("save", str(tmp_path / "start"))
         never_refused = group.train([1, 2], good)
         group.call("load", str(tmp_path / "start"))
