@@ -72,7 +72,8 @@ def test_a_sample_longer_than_a_pack_is_an_error() -> None:
 
 
 def test_operations_grow_with_weights_and_the_square_of_the_length() -> None:
-    weights = SHAPE.parameters - SHAPE.layers * 2 * SHAPE.hidden - SHAPE.hidden
+    norms = SHAPE.layers * 2 * (SHAPE.hidden + SHAPE.head_dim) + SHAPE.hidden
+    weights = SHAPE.parameters - norms
     assert SHAPE.flops(1) == 2 * (weights + 28 * 2048)
     assert SHAPE.flops(4096) - 4096 * 2 * weights == 2 * 28 * 2048 * 4096**2
 

@@ -200,6 +200,7 @@ def test_with_a_file_of_the_callers_nothing_of_a_poisoned_run_is_imported_or_joi
 
 # Every place that imports a module by a name, and who gives the name.
 IMPORTS = {
+    "core/config/__init__.py": "millrace: sections of its own configuration",
     "core/hooks/loading.py": "functions of the configuration, whose fields named_by_run says",
     "connectors/environments/gymnasium_text.py": "the option register of a session's environment, which named_by_run says",
     "connectors/environments/extras.py": "millrace: a package that is an extra",

@@ -20,6 +20,7 @@ from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
 from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RECORD, RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.megatron.conversion.sources import TorchDistSource
 from millrace.core.errors import ConfigError, StorageError
 from millrace.core.families.architecture import architecture
 from millrace.core.families.tensors import INDEX, weight_tensors
@@ -40,6 +41,16 @@ BAD = {
 }
 CONTENT = b"x"
 HASH = hashlib.sha256(CONTENT).hexdigest()
+HF = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 32),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
 OPEN = 2  # of the run that is read: its iterations 0 and 1 are committed
 
 
@@ -110,6 +121,13 @@ def branched(run: RunFolder, into: Path) -> None:
         assert not Store(f"{root}/b").exists(RECORD)
 
 
+def converted(run: RunFolder, into: Path) -> None:
+    model = Path(run.store.root) / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(HF))
+    TorchDistSource(Path(run.store.root) / run.checkpoint_path(1), model)
+
+
 Plant = Callable[[RunFolder, str], None]
 Read = Callable[[RunFolder, Path], object]
 READERS: dict[str, tuple[Plant, Read]] = {
@@ -139,6 +157,7 @@ READERS: dict[str, tuple[Plant, Read]] = {
     "verify, of a checkpoint": (in_a_checkpoints_marker, verified),
     "branch, of a checkpoint": (in_a_checkpoints_marker, branched),
     "replay, of a checkpoint": (in_a_checkpoints_marker, lambda run, _: checkpoint_files(run, 1)),
+    "convert, of a checkpoint": (in_a_checkpoints_marker, converted),
     "verify, of quarantined rows": (in_the_runs_record, verified),
 }
 
@@ -259,22 +278,13 @@ def test_names_in_a_bucket_lead_nowhere_but_below_the_folder_they_are_copied_to(
 def test_the_index_of_a_models_weights_names_files_beside_it(tmp_path: Path, bad: str) -> None:
     named = BAD[bad].format(outside=tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": named}}))
-    hf = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 32),
-        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
-        "head_dim": 8,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": False,
-    }
     with pytest.raises(ConfigError, match="is no path of a file below its folder"):
-        weight_tensors(str(tmp_path), architecture(hf), "model.path")
+        weight_tensors(str(tmp_path), architecture(HF), "model.path")
 
 
 # The modules that read entries of files from what is stored; each is a reader above, or has its entries from one.
 READ_ENTRIES = {
+    "connectors/trainers/megatron/conversion/sources.py": "convert, of a checkpoint",
     "connectors/trainers/megatron/checkpoint/trainer_state.py": "train, of a checkpoint",
     "connectors/storage/checkpoint_files.py": "branch, of a checkpoint",
     "connectors/storage/iteration_files.py": "train, of an open iteration",

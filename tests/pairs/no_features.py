@@ -40,6 +40,9 @@ NO_FEATURES: Mapping[str, str] = MappingProxyType(
         "evaluation.sets.0.chat_template_kwargs_key evaluation.sets.0.sampling_key evaluation.sets.0.label_from_prompt "
         "evaluation.sets.0.loss_on=assistant evaluation.sets.0.loss_on=last_assistant",
         "another trainer, whose run is tests/flows/test_another_trainer.py": "trainer.rank",
+        "sets fields of `trainer`, `engines` and `placement` for a published model: tests/core/config/test_model_presets.py": (
+            "model.preset"
+        ),
         "where files are that each run reads": "run.import_from model.tokenizer model.chat_template",
         "what the tiny run has in each pair": "model.dtype=float32 trainer.device=cpu engines.kind=embedded "
         "placement.task_runner=local sync.kind=disk",
@@ -69,7 +72,7 @@ NO_FEATURES: Mapping[str, str] = MappingProxyType(
         "what stops a run, or what it lets pass": "data.allow_changes filter.when_insufficient=stop "
         "algorithm.on_policy_guard=False rollout.session.history=append",
         "options of megatron-core, each with its row in tests/connectors/megatron/test_options.py": "trainer.megatron "
-        "trainer.megatron_optimizer trainer.megatron_ddp trainer.parallel.sequence trainer.parallel.virtual "
+        "trainer.megatron_optimizer trainer.megatron_ddp trainer.parallel.sequence "
         "trainer.parallel.expert_tensor trainer.deterministic=False",
         "which checkpoints and exports stay": "checkpoint.keep_every checkpoint.export_last=False",
         "needs a cluster: tests/flows/test_two_nodes.py, tests/connectors/ray/test_placement.py": "placement.ray_address "

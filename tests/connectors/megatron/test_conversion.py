@@ -280,6 +280,8 @@ def test_arguments_are_read_without_their_classes_and_code_in_them_does_not_run(
     with pytest.raises(CorruptFileError, match=r"common.pt: it is not read: .*; remove it"):
         common_arguments(tmp_path)
     assert not (tmp_path / "it ran").exists()
+    (tmp_path / "common.pt").unlink()
+    assert common_arguments(tmp_path) == {}
 
 
 # killed, flipped and refused
@@ -354,6 +356,8 @@ def test_a_flipped_bit_is_found(to: Any, model: Callable[..., Path], tmp_path: P
     flip(tmp_path / "made" / name, place)
     with pytest.raises(CorruptFileError, match=r"model.norm.weight is not the source's; remove the target"):
         Conversion(Order(model(), tmp_path / "made", to=to, file_bytes=2**30)).verify()
+    shutil.rmtree(tmp_path / "made")
+    convert(model(), tmp_path / "made", to=to, file_bytes=2**30).verify()
 
 
 def test_a_checkpoint_of_the_trainer_is_checked_by_its_hashes(
@@ -483,6 +487,8 @@ def test_a_source_that_changed_meanwhile_is_another_one(model: Callable[..., Pat
     os.utime(tmp_path / "model" / "model.safetensors")
     with pytest.raises(StorageError, match="it holds another conversion: state"):
         convert(tmp_path / "model", tmp_path / "made")
+    shutil.rmtree(tmp_path / "made")
+    convert(tmp_path / "model", tmp_path / "made").verify()
 
 
 def test_a_disk_without_room_is_seen_before_anything_is_written(
