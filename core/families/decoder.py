@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from millrace.core.families.family import REFUSED, Bound, Honoured, ModelPart
@@ -220,6 +221,11 @@ LATENT_ATTENTION = tuple(
 )
 
 
+def only_with(flag: str, parts: tuple[ModelPart, ...]) -> tuple[ModelPart, ...]:
+    """The parts of models whose Architecture has a flag set."""
+    return tuple(replace(part, when=flag) for part in parts)
+
+
 def gated(inside: str, stored: str, width: str) -> tuple[ModelPart, ...]:
     """A gated feed-forward part. inside, stored: where it is in a layer, here and in the checkpoint; width: its size's name."""
     return (
@@ -280,6 +286,13 @@ ROUTER_BIAS = (
         {f"{_AT}.mlp.gate.e_score_correction_bias": ("experts",)},
         trained=False,
     ),
+)
+# experts that sigmoids choose, beside shared ones; layers without experts are dense
+SIGMOID_LAYER = (
+    *DENSE,
+    *EXPERTS,
+    *ROUTER_BIAS,
+    *gated("mlp.shared_experts", "mlp.shared_experts", "shared_ffn"),
 )
 SHARED_GATE = (
     ModelPart(

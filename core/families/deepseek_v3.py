@@ -29,10 +29,7 @@ DEEPSEEK_V3 = Family(
     layer=(
         *decoder.NORMS,
         *decoder.LATENT_ATTENTION,
-        *decoder.DENSE,
-        *decoder.EXPERTS,
-        *decoder.ROUTER_BIAS,
-        *decoder.gated("mlp.shared_experts", "mlp.shared_experts", "shared_ffn"),
+        *decoder.SIGMOID_LAYER,
     ),
     after=decoder.AFTER,
 )

@@ -5,8 +5,6 @@ The gate and the up projection are stored as one tensor. Whether queries, keys a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
 
@@ -28,7 +26,7 @@ GLM4 = Family(
         *decoder.NORMS,
         *decoder.BRANCH_NORMS,
         *decoder.ATTENTION,
-        *(replace(part, when="qkv_bias") for part in decoder.QKV_BIAS),
+        *decoder.only_with("qkv_bias", decoder.QKV_BIAS),
         *decoder.DENSE_AS_ONE,
     ),
     after=decoder.AFTER,

@@ -5,8 +5,6 @@ Whether attention has biases and norms of heads is the checkpoint's to say.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
 
@@ -31,12 +29,9 @@ GLM4_MOE = Family(
     layer=(
         *decoder.NORMS,
         *decoder.ATTENTION,
-        *(replace(part, when="qkv_bias") for part in decoder.QKV_BIAS),
-        *(replace(part, when="qk_norm") for part in decoder.QK_NORM),
-        *decoder.DENSE,
-        *decoder.EXPERTS,
-        *decoder.ROUTER_BIAS,
-        *decoder.gated("mlp.shared_experts", "mlp.shared_experts", "shared_ffn"),
+        *decoder.only_with("qkv_bias", decoder.QKV_BIAS),
+        *decoder.only_with("qk_norm", decoder.QK_NORM),
+        *decoder.SIGMOID_LAYER,
     ),
     after=decoder.AFTER,
     rotary_part=0.5,
