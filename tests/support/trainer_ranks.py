@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
@@ -19,6 +22,7 @@ from millrace.core.contracts.task_records import StepRequest
 from millrace.core.logprob_gap import LogprobGuard
 
 VOCAB = 97
+CLIP_GRAD = 0.5
 PATIENCE_S = 90.0
 FORKS = get_context(
     "forkserver"
@@ -31,7 +35,7 @@ LAYOUTS_A_PROCESS = 4
 def configuration(model: str | Path, world: int = 1, **changes: Any) -> dict[str, Any]:
     """A run of 3 steps on 8 samples each; `changes` are laid over trainer and algorithm."""
     parallel = changes.pop("parallel", {})
-    optimizer = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 0.5, **changes.pop("optimizer", {})}
+    optimizer = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": CLIP_GRAD, **changes.pop("optimizer", {})}
     algorithm = changes.pop("algorithm", {})
     seed = changes.pop("seed", 0)
     dtype = changes.pop("dtype", "float32")
@@ -163,6 +167,9 @@ class Group:
 class Workers:
     """Processes that hold one rank each, started when a layout first needs them."""
 
+    patience_s = PATIENCE_S
+    layouts_a_process = LAYOUTS_A_PROCESS
+
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -183,7 +190,7 @@ class Workers:
         if self._processes:
             self.ask(world, ("shutdown", None, (), {}))
             self._layouts += 1
-            if self._layouts == LAYOUTS_A_PROCESS:
+            if self._layouts == self.layouts_a_process:
                 self.close()
 
     def ask(self, world: int, message: Any) -> list[Any]:
@@ -191,7 +198,7 @@ class Workers:
         for pipe in pipes:
             pipe.send(message)
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         while len(answers) < world:
             missing = [pipe for number, pipe in enumerate(pipes) if number not in answers]
             for pipe in wait(missing, timeout=1.0):
@@ -214,17 +221,36 @@ class Workers:
     def _ensure(self, world: int) -> None:
         for number in range(len(self._processes), world):
             here, there = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(there, number), daemon=True)
-            process.start()
+            process = self._start(there, number)
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
+
+    def _start(self, pipe: Any, number: int) -> Any:
+        process = FORKS.Process(target=_serve, args=(pipe, number), daemon=True)
+        process.start()
+        return process
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
         self._processes, self._pipes, self._layouts = [], [], 0
+
+
+class GpuWorkers(Workers):
+    """The same, each with a GPU: processes that were forked could not use one."""
+
+    patience_s = 240.0  # kernels are compiled at first
+    layouts_a_process = 100
+
+    def _start(self, pipe: Any, number: int) -> Any:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        process = get_context("spawn").Process(target=_serve, args=(pipe, number), daemon=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", gpus[number] if len(gpus) > number else str(number))
+            process.start()
+        return process
 
 
 def _serve(pipe: Any, number: int) -> None:
@@ -256,4 +282,5 @@ def _serve(pipe: Any, number: int) -> None:
                 rank = None
             pipe.send((True, value))
         except Exception as error:  # noqa: BLE001 the parent raises it
+            traceback.print_exc()
             pipe.send((False, f"{type(error).__name__}: {error}"))
