@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hmac
 import os
 import socket
 import sys
 from collections.abc import MutableMapping
+from types import FrameType
 from typing import Any
+
+import uvicorn
+from typing_extensions import override
 
 from millrace.connectors.host.local_server import (
     Application,
@@ -33,6 +38,7 @@ STRANGERS = 64 << 10  # bytes of a body without the login; Prefect itself answer
 ATTEMPTS = 20
 WAIT_S = 0.05
 REFUSED = 503
+TICK_S = 1.0
 
 
 class PrefectLogin:
@@ -139,6 +145,31 @@ async def _body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
+class Server(uvicorn.Server):
+    """Uvicorn's server, which a signal wakes. Uvicorn's own looks ten times a second whether a signal came.
+
+    It still wakes every `TICK_S`: the Date of its answers is the time of its last tick.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._signalled = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @override
+    async def main_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._signalled.wait(), TICK_S)
+
+    @override
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self._loop is not None:  # otherwise the first tick sees the signal
+            self._loop.call_soon_threadsafe(self._signalled.set)
+
+
 def guarded(app: Application, login: str) -> Application:
     """Prefect's application with both middlewares."""
     return OwnAddressesOnly(PrefectLogin(RetryRefused(app), login))
@@ -150,13 +181,15 @@ def main() -> None:
     listener.set_inheritable(False)
     host, port = listener.getsockname()
     os.environ |= {"PREFECT_SERVER_API_HOST": host, "PREFECT_SERVER_API_PORT": str(port)}
-    import uvicorn
     from prefect.logging.configuration import setup_logging
     from prefect.server.api.server import create_app
 
     from millrace.connectors.host.garbage import use_few_heaps
     from millrace.connectors.prefect.garbage import collect_between_requests
-    from millrace.connectors.prefect.patches import look_for_work_less_often
+    from millrace.connectors.prefect.patches import (
+        look_for_cancellations_less_often,
+        look_for_work_less_often,
+    )
     from millrace.connectors.prefect.retention import bound_page_caches, keep_newest
     from millrace.connectors.prefect.server import AUTH, kept_iterations
 
@@ -164,9 +197,10 @@ def main() -> None:
     use_few_heaps()
     bound_page_caches()
     look_for_work_less_often()
+    look_for_cancellations_less_often()
     kept = kept_iterations()
     application = guarded(create_app(final=True), os.environ[AUTH])
-    server = uvicorn.Server(uvicorn.Config(application, log_level="error"))
+    server = Server(uvicorn.Config(application, log_level="error"))
 
     async def serve() -> None:
         works = (keep_newest(kept), collect_between_requests(lambda: server.started))

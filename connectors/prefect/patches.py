@@ -6,6 +6,7 @@ for.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import threading
@@ -32,6 +33,32 @@ def look_for_work_less_often() -> None:
     background_workers.Worker = functools.partial(  # type: ignore[assignment, attr-defined]
         Worker, minimum_check_interval=LOOK, scheduling_resolution=LOOK
     )
+
+
+def look_for_cancellations_less_often() -> None:
+    """pydocket 0.27: who waits for a published message looks every 3 s, not ten times a second in a thread.
+
+    The worker of Prefect's background services waits so for cancellations of its tasks, which Prefect 3.8 never sends. Only
+    the local server's process calls this.
+    """
+    from burner_redis import PubSub
+
+    get_message = PubSub.get_message
+
+    async def look(
+        messages: PubSub, ignore_subscribe_messages: bool = False, timeout: float | None = 0.0
+    ) -> dict[str, Any] | None:
+        """As get_message, but with a timeout it may return up to `LOOK` after the call."""
+        while True:
+            message: dict[str, Any] | None = await get_message(
+                messages, ignore_subscribe_messages, timeout=0.0
+            )
+            if message is not None or timeout == 0.0:
+                return message
+            await asyncio.sleep(LOOK.total_seconds())
+            timeout = None if timeout is None else 0.0
+
+    PubSub.get_message = look
 
 
 def send_within(under_way: Callable[[], AbstractContextManager[None]]) -> None:
