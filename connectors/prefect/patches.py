@@ -36,10 +36,10 @@ def look_for_work_less_often() -> None:
 
 
 def look_for_cancellations_less_often() -> None:
-    """pydocket 0.27: who waits for a published message looks every 3 s, not ten times a second in a thread.
+    """burner-redis 0.1: a wait for a published message looks for it every 3 s, not ten times a second in a thread.
 
-    The worker of Prefect's background services waits so for cancellations of its tasks, which Prefect 3.8 never sends. Only
-    the local server's process calls this.
+    The worker of Prefect's background services waits like that for cancellations of its tasks, which Prefect 3.8 never sends.
+    It has no setting for it. Only the local server's process calls this.
     """
     from burner_redis import PubSub
 

@@ -53,12 +53,16 @@ ROWS = {
     "connectors/trainers/megatron/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
     "connectors/trainers/megatron/weights/hf_folder.py": {"dist.barrier": RANKS},
     "connectors/mlflow/tracker.py": {"time.sleep": COUNTED},
-    "connectors/prefect/app.py": {"asyncio.sleep": COUNTED},
+    "connectors/prefect/app.py": {
+        "asyncio.sleep": COUNTED,
+        "asyncio.wait_for": BACKGROUND,
+        "self._signalled.wait": BACKGROUND,
+    },
     "connectors/prefect/flow_run_state.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/garbage.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/retention.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/server.py": {"asyncio.sleep": BACKGROUND},
-    "connectors/prefect/patches.py": {"time.sleep": BACKGROUND},
+    "connectors/prefect/patches.py": {"asyncio.sleep": BACKGROUND, "time.sleep": BACKGROUND},
     "connectors/ray/actors.py": {
         "asyncio.sleep": COUNTED,
         "asyncio.wait": "made here, awaited by `while_moving` two lines below",

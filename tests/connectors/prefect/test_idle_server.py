@@ -42,7 +42,7 @@ def test_the_loop_of_an_idle_server_wakes_a_few_times_a_second(tmp_path: Path) -
             wakes.append((main.num_ctx_switches().voluntary - before) / (time.monotonic() - since))
         assert min(wakes) < WAKES, wakes
         main.terminate()
-        assert main.wait(60) is not None
+        main.wait(60)  # raises if it still runs
     finally:
         place.call("server", "stop")
 
