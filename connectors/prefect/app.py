@@ -145,7 +145,7 @@ async def _body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-class Server(uvicorn.Server):
+class SignalledServer(uvicorn.Server):
     """Uvicorn's server, which a signal wakes. Uvicorn's own looks ten times a second whether a signal came.
 
     It still wakes every `TICK_S`: the Date of its answers is the time of its last tick.
@@ -200,7 +200,7 @@ def main() -> None:
     look_for_cancellations_less_often()
     kept = kept_iterations()
     application = guarded(create_app(final=True), os.environ[AUTH])
-    server = Server(uvicorn.Config(application, log_level="error"))
+    server = SignalledServer(uvicorn.Config(application, log_level="error"))
 
     async def serve() -> None:
         works = (keep_newest(kept), collect_between_requests(lambda: server.started))

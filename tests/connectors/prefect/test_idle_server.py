@@ -65,7 +65,7 @@ def caught(number: signal.Signals) -> Iterator[list[int]]:
 async def serving() -> AsyncIterator[tuple[asyncio.Task[None], int]]:
     listener = listening(0)
     assert listener is not None
-    server = app.Server(uvicorn.Config(answers, lifespan="off", log_level="error"))
+    server = app.SignalledServer(uvicorn.Config(answers, lifespan="off", log_level="error"))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(60):
         while not server.started:  # noqa: ASYNC110 - the server has no event for it
@@ -90,7 +90,7 @@ async def test_a_signal_ends_a_server_between_two_ticks(
 
 async def test_a_signal_before_the_first_tick_ends_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "TICK_S", 1e6)
-    server = app.Server(uvicorn.Config(answers, lifespan="off", log_level="error"))
+    server = app.SignalledServer(uvicorn.Config(answers, lifespan="off", log_level="error"))
     server.handle_exit(signal.SIGTERM, None)
     async with asyncio.timeout(60):
         await server.main_loop()
