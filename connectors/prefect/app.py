@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hmac
 import os
 import socket
@@ -38,7 +37,6 @@ STRANGERS = 64 << 10  # bytes of a body without the login; Prefect itself answer
 ATTEMPTS = 20
 WAIT_S = 0.05
 REFUSED = 503
-TICK_S = 1.0
 
 
 class PrefectLogin:
@@ -146,12 +144,13 @@ async def _body(receive: Receive) -> bytes:
 
 
 class SignalledServer(uvicorn.Server):
-    """Uvicorn's server, which a signal wakes. Uvicorn's own looks ten times a second whether a signal came.
+    """Uvicorn's server, which sleeps until a signal ends it. Uvicorn's own looks ten times a second whether one came.
 
-    It still wakes every `TICK_S`: the Date of its answers is the time of its last tick.
+    It never renews the time in a Date header: config must leave that header out.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
+        assert not config.date_header
         super().__init__(config)
         self._signalled = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,14 +158,13 @@ class SignalledServer(uvicorn.Server):
     @override
     async def main_loop(self) -> None:
         self._loop = asyncio.get_running_loop()
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signalled.wait(), TICK_S)
+        if not await self.on_tick(0):
+            await self._signalled.wait()
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        if self._loop is not None:  # otherwise the first tick sees the signal
+        if self._loop is not None:  # otherwise `main_loop` sees it when it starts
             self._loop.call_soon_threadsafe(self._signalled.set)
 
 
@@ -189,6 +187,7 @@ def main() -> None:
     from millrace.connectors.prefect.patches import (
         look_for_cancellations_less_often,
         look_for_work_less_often,
+        send_heartbeats_less_often,
     )
     from millrace.connectors.prefect.retention import bound_page_caches, keep_newest
     from millrace.connectors.prefect.server import AUTH, kept_iterations
@@ -198,9 +197,10 @@ def main() -> None:
     bound_page_caches()
     look_for_work_less_often()
     look_for_cancellations_less_often()
+    send_heartbeats_less_often()
     kept = kept_iterations()
     application = guarded(create_app(final=True), os.environ[AUTH])
-    server = SignalledServer(uvicorn.Config(application, log_level="error"))
+    server = SignalledServer(uvicorn.Config(application, log_level="error", date_header=False))
 
     async def serve() -> None:
         works = (keep_newest(kept), collect_between_requests(lambda: server.started))

@@ -19,6 +19,7 @@ from typing import Any
 from millrace.core.contracts.progress import waiting
 
 LOOK = timedelta(seconds=3)
+HEARTBEAT = timedelta(seconds=60)
 
 
 def look_for_work_less_often() -> None:
@@ -33,6 +34,18 @@ def look_for_work_less_often() -> None:
     background_workers.Worker = functools.partial(  # type: ignore[assignment, attr-defined]
         Worker, minimum_check_interval=LOOK, scheduling_resolution=LOOK
     )
+
+
+def send_heartbeats_less_often() -> None:
+    """Prefect 3.8: the worker of its background services sends a heartbeat every 60 s, not every 2 s.
+
+    The docket takes the interval as an argument, but Prefect passes none and has no setting for it. Nobody asks for the list
+    of workers. Only the local server's process calls this.
+    """
+    from docket import Docket
+    from prefect.server.api import server
+
+    server.Docket = functools.partial(Docket, heartbeat_interval=HEARTBEAT)  # type: ignore[assignment, attr-defined]
 
 
 def look_for_cancellations_less_often() -> None:

@@ -55,7 +55,6 @@ ROWS = {
     "connectors/mlflow/tracker.py": {"time.sleep": COUNTED},
     "connectors/prefect/app.py": {
         "asyncio.sleep": COUNTED,
-        "asyncio.wait_for": BACKGROUND,
         "self._signalled.wait": BACKGROUND,
     },
     "connectors/prefect/flow_run_state.py": {"asyncio.sleep": BACKGROUND},

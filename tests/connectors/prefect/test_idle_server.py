@@ -17,13 +17,14 @@ import pytest
 import uvicorn
 from burner_redis import PubSub
 from docket import Docket, Worker
+from prefect.server.api import server as prefect_server
 
 from millrace.connectors.host.local_server import listening
 from millrace.connectors.prefect import app, patches
 from tests.soak.victims import processes
 from tests.support.flow_runs import Workplace
 
-WAKES = 8.0  # of the main thread in a second; a timer that fires ten times a second is more alone
+WAKES = 7.0  # of the main thread in a second; a timer that fires ten times a second is more alone
 LOOK_S = 10.0
 LOOKS = 18  # the first ones may see what the start left to do
 
@@ -62,25 +63,24 @@ def caught(number: signal.Signals) -> Iterator[list[int]]:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[asyncio.Task[None], int]]:
+async def serving() -> AsyncIterator[asyncio.Task[None]]:
     listener = listening(0)
     assert listener is not None
-    server = app.SignalledServer(uvicorn.Config(answers, lifespan="off", log_level="error"))
+    server = app.SignalledServer(
+        uvicorn.Config(answers, lifespan="off", log_level="error", date_header=False)
+    )
     task = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(60):
         while not server.started:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.01)
-    yield task, listener.getsockname()[1]
+    yield task
     assert task.done()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_a_server_between_two_ticks(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "TICK_S", 1e6)
+async def test_a_signal_ends_a_server_that_sleeps(number: signal.Signals) -> None:
     with caught(number) as seen:
-        async with serving() as (task, _):
+        async with serving() as task:
             await asyncio.sleep(0.1)
             os.kill(os.getpid(), number)
             async with asyncio.timeout(60):
@@ -88,33 +88,13 @@ async def test_a_signal_ends_a_server_between_two_ticks(
     assert seen == [number]
 
 
-async def test_a_signal_before_the_first_tick_ends_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "TICK_S", 1e6)
-    server = app.SignalledServer(uvicorn.Config(answers, lifespan="off", log_level="error"))
+async def test_a_signal_that_comes_before_the_sleep_ends_a_server() -> None:
+    server = app.SignalledServer(
+        uvicorn.Config(answers, lifespan="off", log_level="error", date_header=False)
+    )
     server.handle_exit(signal.SIGTERM, None)
     async with asyncio.timeout(60):
         await server.main_loop()
-
-
-async def test_the_date_of_answers_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "TICK_S", 0.01)
-    with caught(signal.SIGTERM):
-        async with serving() as (task, port):
-            dates = {await date(port)}
-            async with asyncio.timeout(60):
-                while len(dates) < 3:
-                    dates.add(await date(port))
-                    await asyncio.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGTERM)
-            await task
-
-
-async def date(port: int) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-    lines = (await reader.read()).split(b"\r\n")
-    writer.close()
-    return next(line for line in lines if line.lower().startswith(b"date:"))
 
 
 @pytest.fixture
@@ -161,3 +141,12 @@ async def test_a_wait_for_cancellations_takes_no_thread_and_ends_with_its_worker
         assert getattr(asyncio.get_running_loop(), "_default_executor") is None  # noqa: B009 - threads start with it
         running.cancel()
         await asyncio.wait([running])
+
+
+async def test_the_worker_of_the_servers_services_sends_a_heartbeat_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefect_server, "Docket", prefect_server.Docket)  # and back afterwards
+    patches.send_heartbeats_less_often()
+    async with prefect_server.Docket(name="a", url="memory://") as docket:
+        assert docket.heartbeat_interval == patches.HEARTBEAT == timedelta(seconds=60)
