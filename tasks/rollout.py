@@ -23,10 +23,14 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import CUT
+from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import FileRecord, RolloutRecord
 from millrace.core.contracts.turns import TurnRow
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.routed_experts import RoutingFormat
 from millrace.tasks.batching.deferred_groups import is_cut, read_cut, write_deferred
 from millrace.tasks.context import IterationContext
 from millrace.tasks.generation.answers import Answers
@@ -174,7 +178,15 @@ def sample_generator(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] 
         lambda ids: ctx.runtime.prompts.tokenizer.decode(ids, config.rollout.sampling.skip_special_tokens),
         ctx.share,
         lambda: ctx.runtime.prompts.tokenizer.ends,
+        routing_form(config),
     )
+
+
+def routing_form(config: RunConfig) -> RoutingFormat | None:
+    """The form of the experts that engines are asked for; None if they are not."""
+    if not config.rollout.routing_replay:
+        return None
+    return RoutingFormat.of(architecture(read_hf_config(config.model.path)))
 
 
 def rollout_budget(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = ()) -> FailureBudget:
@@ -293,4 +305,5 @@ def session_sample(
         session_parts=made.parts,
         session_texts=made.texts,
         session_answer=made.answer,
+        routed_experts=made.routed,
     )

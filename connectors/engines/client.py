@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 from millrace.core.errors import EngineLostError
+from millrace.core.families.routed_experts import RoutedRows, RoutingFormat
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # tags of the GPU memory that an engine can release
 ProgressCheck = Callable[[float, float], Awaitable[None]]
@@ -47,6 +48,9 @@ class Generation:
     cached_tokens: int
     pieces: int = 1  # requests that made it; with several, `text` may differ from the text of all tokens
     cuts: tuple[int, ...] = ()  # the first token of each request but the first
+    # if they were asked for: experts of all tokens from the named one to the one before the last; None without output tokens
+    routed: RoutedRows | None = None
+    retractions: int = 0  # times that the engine dropped its keys and values, and computed them again
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,14 @@ class Handoff:
     host: str
     port: int
     room: int
+
+
+@dataclass(frozen=True)
+class AskedExperts:
+    """Asks which experts the engine's routers choose, for all tokens that it is fed from `first` on."""
+
+    form: RoutingFormat
+    first: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,6 +88,7 @@ class GenerateRequest:
     check: ProgressCheck | None = None  # replaces the check of this engine's progress
     on_part: OnPart | None = None  # called after every `every` tokens
     every: int = 1
+    experts: AskedExperts | None = None  # not with `on_part`: engines know them when the request ends
 
 
 class EngineWeights(Protocol):

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.connectors.engines.client import EngineClient, GenerateRequest, Generation
+from millrace.connectors.engines.client import AskedExperts, EngineClient, GenerateRequest, Generation
 from millrace.connectors.engines.dispatching.pieces import NOTHING, Flush, Parts, joined, shortened
 from millrace.core.errors import EngineError, EngineLostError
 
@@ -159,11 +159,14 @@ class Dispatcher:
         continued: int = 0,
         priority: int | None = None,
         flush: Flush | None = None,
+        experts: AskedExperts | None = None,
     ) -> Generation:
         """Generate one sample. Raises EngineError after all attempts, naming the last cause.
 
         flush: stores the tokens meanwhile; stored tokens of an engine that is lost are kept.
         continued: the number of last input ids that are output of an earlier part of the answer; the result continues them.
+        experts: asks for experts, from a token on. An answer that an engine retracted is then made again: it would return the experts
+        of another pass than the one that sampled its tokens.
         priority: waiting requests with the smallest number come first. After `stop`, returns the tokens so far as "abort".
         """
         last: EngineError | None = None
@@ -195,6 +198,7 @@ class Dispatcher:
                 cache_key=self._cache_key(engine),
                 on_part=parts.take if parts else None,
                 every=flush.interval if flush else 1,
+                experts=_after(experts, made),
             )
             try:
                 with self._noted(name, engine):
@@ -205,18 +209,15 @@ class Dispatcher:
                 self._mark_suspect(engine, error)
             else:
                 wrong = [version for _, version in result.weight_versions if version not in self.allowed]
-                if not wrong:
+                retracted = experts is not None and result.retractions > 0
+                if not wrong and not retracted:
                     made = joined(made, result)
                     if result.finish != "abort":
                         self._failing = {failed for failed in self._failing if failed[0] != engine.engine_id}
                         return made
                     if self._stopped or self._refit(engine) != refit or (parts and parts.halted):
                         continue
-                last = EngineError(
-                    f"{engine.engine_id}: aborted by another process"
-                    if not wrong
-                    else f"{engine.engine_id}: answered with weight version {wrong[0]}, {self._expected} is expected"
-                )
+                last = EngineError(f"{engine.engine_id}: {self._refusal(wrong, retracted)}")
             tries += 1
             self._note_failure(engine, last, rid, tries)
             if session:
@@ -252,6 +253,17 @@ class Dispatcher:
     def _expected(self) -> str:
         oldest, newest = self.allowed[0], self.allowed[-1]
         return str(newest) if oldest == newest else f"one of {oldest} to {newest}"
+
+    def _refusal(self, wrong: Sequence[int], retracted: bool) -> str:
+        """Why an answer is not taken."""
+        if wrong:
+            return f"answered with weight version {wrong[0]}, {self._expected} is expected"
+        if retracted:
+            return (
+                "its KV cache was full and it computed tokens again, so the experts that it returns are not those of the first "
+                "pass; lower rollout.max_concurrency, or give it more memory"
+            )
+        return "aborted by another process"
 
     @contextlib.contextmanager
     def _noted(self, name: str, engine: EngineClient) -> Iterator[None]:
@@ -319,6 +331,13 @@ class Dispatcher:
             if len(self._sessions) > SESSIONS:
                 self._sessions.popitem(last=False)
         return chosen
+
+
+def _after(asked: AskedExperts | None, made: Generation) -> AskedExperts | None:
+    """Asks for the experts of the tokens for which an answer so far has none."""
+    if asked is None or made.routed is None:
+        return asked
+    return replace(asked, first=asked.first + made.routed.count)
 
 
 def least_loaded(engines: Iterable[EngineClient]) -> EngineClient:

@@ -24,6 +24,7 @@ SGLANG_ELSEWHERE = {
     "enable_memory_saver": "placement.offload_engines",
     "disaggregation_mode": "engines.prefill",
     "random_seed": "run.seed",
+    "enable_return_routed_experts": "rollout.routing_replay",
 }
 
 _BIASED = "tokens would come from another distribution than their log-probabilities"

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     Int8s = list[int] | NDArray[np.int8]
     Int32s = list[int] | NDArray[np.int32]
     Float32s = list[float] | NDArray[np.float32]
+    Bytes = bytes
 else:
     Int8s = Annotated[list, "list<int8>"]
     Int32s = Annotated[list, "list<int32>"]
     Float32s = Annotated[list, "list<float32>"]
+    Bytes = Annotated[bytes, "large_binary"]
 JsonText = str  # values of any shape (messages, labels, metadata) are stored as JSON text
 
 Status = Literal["completed", "truncated", "aborted", "failed"]
@@ -100,6 +102,9 @@ class GeneratedSample:
     session_answer: str | None = None
     # per response token, of a rollout that left generated tokens out of the loss
     trained_mask: Int8s | None = None
+    # with rollout.routing_replay: experts of its first tokens, [tokens, layers with experts, experts of a token], as uint8, or
+    # uint16 for more than 256 experts. Tokens after the one before the last generated token have none
+    routed_experts: Bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

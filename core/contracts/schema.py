@@ -31,6 +31,7 @@ VERSION = 1
 ARROW_TYPES: dict[str, pa.DataType] = {
     "int32": pa.int32(),
     "float32": pa.float32(),
+    "large_binary": pa.large_binary(),  # the bytes of a table may be more than 32-bit offsets reach
     "list<int8>": pa.list_(pa.int8()),
     "list<int32>": pa.list_(pa.int32()),
     "list<float32>": pa.list_(pa.float32()),

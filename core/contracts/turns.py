@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, TypeVar
 
-from millrace.core.contracts.sample import Figures, Float32, Int32, JsonText, PolicySpan
+from millrace.core.contracts.sample import Bytes, Figures, Float32, Int32, JsonText, PolicySpan
 
 TurnKind = Literal["segment", "call", "diverged", "resumed", "answer"]
 Row = TypeVar("Row")
@@ -51,6 +51,8 @@ class TurnRow:
     arguments: JsonText | None = None
     failed: bool = False  # for a call: whether its answer is an error
     timings: Figures = field(default_factory=list)  # seconds
+    # experts of the tokens since those of the rollout's rows before, up to the one before the last output token, as in GeneratedSample
+    routed_experts: Bytes | None = None
 
 
 _PLACE = ("order", "branch", "event", "kind")

@@ -19,6 +19,9 @@ class Segment:
     output_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[tuple[int, int]]  # first token of the segment, weight version
+    routed: bytes = (
+        b""  # stored experts of the tokens since the branch's, up to the one before the segment's last
+    )
 
 
 @dataclass
@@ -34,11 +37,13 @@ class Branch:
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[PolicySpan] = field(default_factory=list)
+    routed: bytes = b""  # stored experts of its first tokens, up to the one before the last generated one
     cuts: list[int] = field(default_factory=list)  # number of response tokens after each turn
     first_ids: list[int] = field(init=False)  # tokens before the first observation
     events: int = 0  # number of turns and calls
     # tokens before the dialogue that it continues; None: it started its own dialogue
     dialogue_from: int | None = None
+    _routed_after: list[int] = field(default_factory=list)  # bytes of `routed` after each turn
 
     def __post_init__(self) -> None:
         self.first_ids = list(self.prompt_ids)
@@ -63,6 +68,10 @@ class Branch:
         if not turns:
             return list(self.first_ids)
         return [*self.prompt_ids, *self.response_ids[: self.cuts[turns - 1]]]
+
+    def routed_after(self, turns: int) -> bytes:
+        """The stored experts after this number of turns. Those of a prompt are left out: until its first turn it may still change."""
+        return self.routed[: self._routed_after[turns - 1]] if turns else b""
 
     @property
     def generated(self) -> int:
@@ -98,6 +107,8 @@ class Branch:
         self.response_ids += segment.output_ids
         self.loss_mask += [1] * count
         self.logprobs += segment.logprobs
+        self.routed += segment.routed
+        self._routed_after.append(len(self.routed))
         self.cuts.append(len(self.response_ids))
 
 
@@ -136,6 +147,7 @@ class RolloutTree:
             parent_turns,
             origin.name if name is None else name,
             dialogue_from=origin.dialogue_begins if prompt_ids is None else None,
+            routed=origin.routed_after(parent_turns) if prompt_ids is None else b"",
         )
         self._branches[number] = made
         return made

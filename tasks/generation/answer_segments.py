@@ -30,6 +30,7 @@ class Made:
     logprobs: npt.NDArray[np.float64] = field(default_factory=lambda: NO_TOKENS.logprobs)
     versions: list[tuple[int, int]] = field(default_factory=list)  # first token, weight version
     engine_id: str = ""
+    routed: bytes = b""  # stored experts of prompt and answer, but of the last token
 
     @classmethod
     def of(cls, row: GeneratedSample | None) -> Made:
@@ -39,7 +40,8 @@ class Made:
         length = row.response_length
         ids = np.asarray(row.tokens[len(row.tokens) - length :], dtype=np.int32)
         logprobs = np.asarray(row.rollout_logprobs, dtype=np.float64)
-        return cls(ids, logprobs, _versions(row.policy_versions), row.engine_id)
+        versions = _versions(row.policy_versions)
+        return cls(ids, logprobs, versions, row.engine_id, row.routed_experts or b"")
 
     def plus(self, row: TurnRow) -> Made:
         """This part with one more segment."""
@@ -48,6 +50,7 @@ class Made:
             np.concatenate([self.logprobs, np.asarray(row.rollout_logprobs, dtype=np.float64)]),
             joined_spans(self.versions, _versions(row.policy_versions), len(self.output_ids)),
             row.engine_id,
+            self.routed + (row.routed_experts or b""),
         )
 
     def then(self, answer: Answer, text_of: Callable[[Sequence[int]], str]) -> Answer:
@@ -63,7 +66,7 @@ class Made:
             text=text_of(output_ids.tolist()),
             weight_versions=joined_spans(self.versions, new.weight_versions, len(self.output_ids)),
         )
-        return replace(answer, generation=whole)
+        return replace(answer, generation=whole, routed_before=self.routed)
 
 
 def _versions(spans: Iterable[PolicySpan]) -> list[tuple[int, int]]:
@@ -119,6 +122,7 @@ class AnswerSegments:
                 PolicySpan(first_token=first, version=version) for first, version in piece.weight_versions
             ],
             engine_id=piece.engine_id,
+            routed_experts=piece.routed.data if piece.routed else None,
             text=self._text_of(ids),
             ended=piece.finish,
         )

@@ -72,6 +72,7 @@ class Answers:
             made=made.output_ids.tolist(),
             priority=ctx.index,
             flush=Flush(every, segments) if every else None,
+            routed=made.routed,
         )
         row = generated_sample(group, index, seed, made.then(answer, self._text_of))
         if row.status == "aborted":
@@ -153,4 +154,5 @@ def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -
         status=answer.status,
         reason=answer.reason,
         timings=[("started", answer.started), ("generate_s", answer.seconds)],
+        routed_experts=answer.routed,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from millrace.connectors.engines.client import NO_TOKENS, Generation
+from millrace.connectors.engines.client import NO_TOKENS, AskedExperts, Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.dispatching.pieces import Flush, ended_at_stop, shortened
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
@@ -22,6 +22,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
 from millrace.core.contracts.sample import Status
 from millrace.core.errors import EngineError, EngineLostError
+from millrace.core.families.routed_experts import RoutingFormat
 from millrace.core.sharding import WHOLE, Share
 from millrace.tasks.generation.failures import FailureBudget
 
@@ -38,6 +39,15 @@ class Answer:
     reason: str | None
     started: float  # Unix time at which it got a slot among the samples in flight
     seconds: float
+    routed_before: bytes = (
+        b""  # stored experts of its earlier part, if another iteration or attempt made that
+    )
+
+    @property
+    def routed(self) -> bytes | None:
+        """Stored experts of prompt and answer; None if there are none."""
+        new = self.generation.routed if self.generation else None
+        return self.routed_before + (new.data if new else b"") or None
 
     @property
     def status(self) -> Status:
@@ -69,16 +79,18 @@ class SampleGenerator:
         text_of: Callable[[Sequence[int]], str] | None = None,
         share: Share = WHOLE,
         ends: Callable[[], AnswerEnds] = AnswerEnds,
+        form: RoutingFormat | None = None,
     ) -> None:
         """text_of: decodes the token ids of an answer that several requests made; by default their texts are joined.
 
-        share: this process's share of samples in flight. ends: tokens that end answers, which requests name for engines.
+        share: this process's share of samples in flight. ends: tokens that end answers, which requests name for engines. form: of
+        routed experts, which engines are asked for; None: they are not.
         """
         self.outstanding = 0  # started samples without an answer
         self.samples = 0
         self.tokens = 0
         self.engines_s = 0.0  # seconds until the engines were ready
-        self._params = sampling.request
+        self._params, self._form = sampling.request, form
         self._budget, self._text_of, self._ends = budget, text_of, ends
         self._make_ready = engines
         self._engines: Dispatcher | None = None
@@ -98,11 +110,13 @@ class SampleGenerator:
         made: Sequence[int] = (),
         priority: int | None = None,
         flush: Flush | None = None,
+        routed: bytes = b"",
     ) -> Answer:
         """Generate one answer. Equal tokens, seed and weights give an equal answer.
 
         `session` keeps the samples of a group together. own: sampling parameters of this answer alone. made: its earlier
-        part, which it continues. priority: the smallest of waiting requests goes first. flush: stores its tokens meanwhile. If
+        part, which it continues. priority: the smallest of waiting requests goes first. flush: stores its tokens meanwhile.
+        routed: stored experts of the first tokens, which are not asked for again. If
         no engine can generate it, the answer has the reason. Raises BudgetError if too many samples failed.
         """
         self.outstanding += 1
@@ -121,6 +135,9 @@ class SampleGenerator:
                         continued=len(made),
                         priority=priority,
                         flush=flush,
+                        experts=AskedExperts(self._form, len(routed) // self._form.width)
+                        if self._form
+                        else None,
                     )
             except EngineError as error:
                 reason = str(error)

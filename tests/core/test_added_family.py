@@ -35,7 +35,7 @@ folder, twin = Path(sys.argv[1]), sys.argv[2]
 shape = read_shape(folder)
 decoder = Decoder(Weights(shape, read_tensors(folder, shape, None)))
 tokens = torch.arange(16)[None] % shape.vocab
-hidden, _ = decoder.prefill(tokens)
+hidden, _, _ = decoder.prefill(tokens)
 with torch.no_grad():
     theirs = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)(tokens).logits[0]
 print("logits", float((decoder.logits(hidden[0]) - theirs).abs().max()))

@@ -105,6 +105,10 @@ ROLLOUTS = {
         DIALOGUE,
     ),
     "flush": Feature({"rollout.flush_tokens": 16}),
+    "routing_replay": Feature(
+        {"rollout.routing_replay": True},
+        elsewhere=Elsewhere("needs a model with experts", "tests/flows/test_routing_replay_runs.py"),
+    ),
     "stops": Feature({"rollout.sampling.stop_regex": ["[0-9]{2}"], "rollout.sampling.stop": ["="]}),
     "top_p": Feature({"rollout.sampling.top_p": TOP_P}),
     "buffer": Feature({"rollout.buffer.share": 0.25, "rollout.buffer.choose": "prioritised"}, CORRECTION),

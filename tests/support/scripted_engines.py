@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from millrace.connectors.engines.client import Generation
+from millrace.connectors.engines.client import AskedExperts, Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.core.errors import EngineError
@@ -42,6 +42,7 @@ class ScriptedEngines(Dispatcher):
         continued: int = 0,
         priority: int | None = None,
         flush: Flush | None = None,
+        experts: AskedExperts | None = None,
     ) -> Generation:
         self.requests.append((rid, list(input_ids), dict(params), session))
         self.priorities.add(priority)

@@ -18,6 +18,7 @@ from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import SessionSection
 from millrace.core.contracts.turns import TurnRow
+from millrace.core.families.routed_experts import RoutingFormat
 from millrace.core.hooks.slime.arguments import OF_GENERATION
 from millrace.tasks.generation.failures import FailureBudget
 from millrace.tasks.generation.sessions.runner import MadeSample, SessionRunner, session_task
@@ -56,8 +57,9 @@ class EnginePlace:
         session: Mapping[str, Any],
         new_tokens: int = NEW_TOKENS,
         stop: Sequence[str] = (),
+        form: RoutingFormat | None = None,
     ) -> None:
-        """session: the section. new_tokens, stop: of a turn."""
+        """session: the section. new_tokens, stop: of a turn. form: of the experts that engines are asked for."""
         sampling = {"max_new_tokens": new_tokens, "temperature": TEMPERATURE, "stop": list(stop)}
         values = {
             "run": {"name": "exact"},
@@ -74,7 +76,9 @@ class EnginePlace:
             return dispatcher
 
         budget = FailureBudget("field", 0.9, 100, what="failed", where="here", remedy="fix it")
-        generator = SampleGenerator(config, config.rollout.sampling, ready, budget, self._tokenizer.decode)
+        generator = SampleGenerator(
+            config, config.rollout.sampling, ready, budget, self._tokenizer.decode, form=form
+        )
         dialogues = Dialogues(self._tokenizer, tool_schemas(settings.tools))
         self._runner = SessionRunner(
             settings,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from millrace.connectors.engines.client import Generation
+from millrace.connectors.engines.client import AskedExperts, Generation
 from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
@@ -50,6 +50,7 @@ class Engines(ScriptedEngines):
         continued: int = 0,
         priority: int | None = None,
         flush: Flush | None = None,
+        experts: AskedExperts | None = None,
     ) -> Generation:
         await super().generate(input_ids, params, rid=rid, session=session)
         turn = int(rid.rpartition(".")[2])

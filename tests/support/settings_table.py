@@ -104,6 +104,7 @@ ROWS: dict[str, Row] = {
     **_any_start("core/config/plan/layout.py", "placement.tensor_over_hosts"),
     **_any_start("tasks/rollout.py", *_under("rollout", "part_groups max_failed_share")),
     **_any_start("tasks/generation/answers.py", "rollout.flush_tokens"),
+    **_branch("connectors/trainers/megatron/learner.py", "rollout.routing_replay"),
     **_any_start("connectors/engines/fleet.py", *_under("rollout", "progress_timeout_s attempts")),
     **_branch("tasks/runtime/scoring.py", *_under("reward", f"{FUNCTION} group")),
     **_branch("core/hooks/reward_selection.py", *_under("reward.named.0", f"{FUNCTION} group name")),

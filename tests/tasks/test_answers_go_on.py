@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from millrace.connectors.engines.client import Generation
+from millrace.connectors.engines.client import AskedExperts, Generation
 from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.storage.parts import read_parts
@@ -55,6 +55,7 @@ class Engines(ScriptedEngines):
         continued: int = 0,
         priority: int | None = None,
         flush: Flush | None = None,
+        experts: AskedExperts | None = None,
     ) -> Generation:
         self.requests.append((rid, list(input_ids), dict(params), session))
         assert flush is not None

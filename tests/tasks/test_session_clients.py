@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from millrace.connectors.engines.client import Generation
+from millrace.connectors.engines.client import AskedExperts, Generation
 from millrace.connectors.engines.dispatching.pieces import Flush
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tiny import build_tokenizer
@@ -54,6 +54,7 @@ class Engines(ScriptedEngines):
         continued: int = 0,
         priority: int | None = None,
         flush: Flush | None = None,
+        experts: AskedExperts | None = None,
     ) -> Generation:
         await super().generate(input_ids, params, rid=rid, session=session)
         text = TURNS[rid.partition(".")[2]] + "<eos>"

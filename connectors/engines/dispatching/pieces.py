@@ -37,6 +37,7 @@ def joined(before: Generation, after: Generation) -> Generation:
         pieces=before.pieces + after.pieces,
         cuts=(*before.cuts, *(len(before.output_ids) + cut for cut in (0, *after.cuts))),
         weight_versions=joined_spans(before.weight_versions, after.weight_versions, len(before.output_ids)),
+        routed=before.routed.then(after.routed) if before.routed and after.routed else None,
     )
 
 
@@ -60,7 +61,10 @@ def shortened(params: Mapping[str, Any], made: int) -> dict[str, Any]:
 
 
 def segment(made: Generation, start: int) -> Generation:
-    """The tokens of an answer from `start` on. Has no text, since a part of the tokens may not decode to text."""
+    """The tokens of an answer from `start` on. Has no text, since a part of the tokens may not decode to text.
+
+    A later part has the experts of the token before it too, which only then was fed.
+    """
     inside = [(max(0, first - start), version) for first, version in made.weight_versions]
     spans = [span for span, after in zip(inside, [*inside[1:], (1, 0)], strict=True) if after[0] > 0]
     return replace(
@@ -70,6 +74,7 @@ def segment(made: Generation, start: int) -> Generation:
         text="",
         cuts=tuple(cut - start for cut in made.cuts if cut > start),
         weight_versions=spans,
+        routed=made.routed.last(len(made.output_ids) - start) if made.routed and start else made.routed,
     )
 
 
@@ -115,6 +120,7 @@ def _cut_to(made: Generation, length: int, text: str) -> Generation:
         finish="stop",
         cuts=tuple(cut for cut in made.cuts if cut < length),
         weight_versions=[span for span in made.weight_versions if span[0] < length],
+        routed=made.routed.without_last(len(made.output_ids) - length) if made.routed else None,
     )
 
 

@@ -34,6 +34,7 @@ from millrace.connectors.engines.embedded.sampling import (
 )
 from millrace.connectors.engines.embedded.slots import Request, Slots
 from millrace.connectors.engines.embedded.text import Text
+from millrace.core.families.routed_experts import RoutingFormat
 
 
 @dataclass(eq=False)
@@ -66,6 +67,7 @@ class Engine:
         """
         self.folder = Path(folder)
         self.shape = read_shape(self.folder)
+        self.routing = RoutingFormat.of(self.shape)
         tensors = read_tensors(self.folder, self.shape, None if dtype == "auto" else DTYPES[dtype])
         self.decoder = Decoder(Weights(self.shape, tensors))
         self.text = Text(self.folder)

@@ -193,8 +193,9 @@ class Decoder:
         self.cos, self.sin = both.cos() * factor, both.sin() * factor
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """tokens [B, S] with S a multiple of PREFILL_SPAN -> final hidden states [B, S, H] and keys and values by layer."""
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
+        """tokens [B, S] with S a multiple of PREFILL_SPAN -> final hidden states [B, S, H], keys and values by layer, and the tokens'
+        experts [B, S, layers with experts, k]."""
         batch, length = tokens.shape
         assert length % PREFILL_SPAN == 0
         cos, sin = self.cos[:length], self.sin[:length]
@@ -216,12 +217,13 @@ class Decoder:
             )
             return out.transpose(1, 2).reshape(batch * length, -1)
 
-        hidden = self._layers(self.weights.embedding[tokens.reshape(-1)], attend)
-        return hidden.view(batch, length, -1), cached
+        hidden, experts = self._layers(self.weights.embedding[tokens.reshape(-1)], attend)
+        return hidden.view(batch, length, -1), cached, experts.unflatten(0, (batch, length))
 
     @torch.inference_mode()
-    def decode(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Next hidden states [M, H] of slots 0..M-1 given each slot's last token [M] and its position [M]."""
+    def decode(self, tokens: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Next hidden states [M, H] of slots 0..M-1, and experts [M, layers with experts, k], given each slot's last token [M] and
+        its position [M]."""
         count = len(tokens)
         assert count % ROWS == 0
         span = min(cache.capacity, rounded_up(int(positions.max()) + 1, SPAN))
@@ -247,8 +249,10 @@ class Decoder:
         """fp32 logits [M, V] of hidden states [M, H]."""
         return padded_linear(hidden, self.weights.head).float()
 
-    def _layers(self, x: Tensor, attend: Any) -> Tensor:
+    def _layers(self, x: Tensor, attend: Any) -> tuple[Tensor, Tensor]:
+        """Final hidden states [M, H], and the experts of each token [M, layers with experts, k], of embeddings [M, H]."""
         s = self.shape
+        routed = []
         for number, layer in enumerate(self.weights.layers):
             normed = _norm(x, layer["norm1"], s.eps)
             q, k, v = self._heads_of_latents(normed, layer) if s.kv_rank else self._heads(normed, layer)
@@ -257,12 +261,17 @@ class Decoder:
                 attended = _norm(attended, layer["attended_norm"], s.eps)
             x = x + attended
             normed = _norm(x, layer["norm2"], s.eps)
-            mixture = "experts" in layer
-            fed = self._experts(normed, layer) if mixture else layer["mlp"](normed)
+            if "experts" in layer:
+                weights, chosen = self._routed(normed, layer)
+                routed.append(chosen)
+                fed = self._experts(normed, layer, weights, chosen)
+            else:
+                fed = layer["mlp"](normed)
             if s.branch_norms:
                 fed = _norm(fed, layer["fed_norm"], s.eps)
             x = x + fed
-        return _norm(x, self.weights.norm, s.eps)
+        experts = torch.stack(routed, dim=1) if routed else torch.zeros(len(x), 0, 0, dtype=torch.long)
+        return _norm(x, self.weights.norm, s.eps), experts
 
     def _heads(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [M, heads, d] of hidden states [M, H]."""
@@ -288,9 +297,9 @@ class Decoder:
         k = torch.cat([position[:, None].expand(-1, s.heads, -1), k], dim=-1)
         return q.unflatten(-1, (s.heads, -1)).roll(s.rotary, -1), k, v
 
-    def _experts(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
-        """Mixture of experts. Each expert's rows are padded, so that results do not depend on other rows that chose it."""
-        top, chosen = self._routed(x, layer)
+    def _experts(self, x: Tensor, layer: dict[str, Any], top: Tensor, chosen: Tensor) -> Tensor:
+        """Mixture of experts [M, H], given each token's experts and their weights [M, k]. Each expert's rows are padded, so that
+        results do not depend on other rows that chose it."""
         parts = torch.zeros(*chosen.shape, x.shape[-1], dtype=x.dtype)
         for number, expert in enumerate(layer["experts"]):
             rows, places = (chosen == number).nonzero(as_tuple=True)

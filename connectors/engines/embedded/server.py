@@ -128,6 +128,8 @@ class Server:
         priority = whole("priority", body.get("priority") or 0, -LARGEST - 1, LARGEST)
         most = min(MOST_TOPS, self.engine.shape.vocab)
         tops = whole("top_logprobs_num", body.get("top_logprobs_num") or 0, 0, most)
+        first = body.get("routed_experts_start_len")
+        first = whole("routed_experts_start_len", 0 if first is None else first, 0, len(prompt) + given)
         # as if it had never been interrupted: limits count from the first token of the earlier output
         if given:
             params = replace(
@@ -146,6 +148,7 @@ class Server:
             notify=notify,
             top_logprobs=tops if wanted else 0,
             prompt_logprobs_from=start if wanted else -1,
+            routed_from=first if body.get("return_routed_experts") else -1,
         )
 
     def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
@@ -216,6 +219,10 @@ class Server:
             "weight_versions": spans,
             "e2e_latency": time.time() - request.arrived,
         }
+        form = self.engine.routing
+        if over and request.routed_from >= 0 and form is not None:
+            fed = [row.numpy() for row in request.routed[request.routed_from :]]
+            meta["routed_experts"] = form.to_engine(fed)
         if body.get("return_logprob"):
             show = bool(body.get("return_text_in_logprobs"))
             pairs = zip(request.logprobs[: len(ids)], ids, strict=False)

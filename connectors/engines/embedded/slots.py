@@ -33,6 +33,7 @@ class Request:
     notify: Callable[[Request], None]
     top_logprobs: int = 0
     prompt_logprobs_from: int = -1
+    routed_from: int = -1  # the first token whose experts are returned; -1: none are
     given: int = 0  # tokens of the output that came with the request, which continues them
     priority: int = 0  # of waiting requests the smallest comes first
     arrived: float = field(default_factory=time.time)
@@ -42,6 +43,7 @@ class Request:
     prompt_logprobs: list[tuple[float | None, int]] = field(default_factory=list)
     prompt_tops: list[list[tuple[float, int]] | None] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)  # {version, start, end} over output tokens
+    routed: list[Tensor] = field(default_factory=list)  # experts of the tokens fed so far, see `Decoder`
     cached_tokens: int = 0
     slot: int = -1
     finish: dict[str, Any] | None = None
@@ -57,13 +59,20 @@ class Request:
         """The number of tokens that it may grow to. max_new_tokens includes given output."""
         return len(self.prompt) + self.params.max_new_tokens
 
+    def note_routed(self, experts: Tensor, first: int) -> None:
+        """Note the experts of the tokens from `first` on. Tokens that were fed before, and are fed again, keep theirs: these
+        experts belong to the pass that sampled the next token."""
+        assert first <= len(self.routed), "tokens are fed in their order"
+        self.routed += experts[len(self.routed) - first :].unbind()
+
 
 @dataclass
 class _Prefix:
-    """Keys, values and last hidden state of a prompt."""
+    """Keys, values, last hidden state and experts of a prompt."""
 
     layers: list[tuple[Tensor, Tensor]]
     hidden: Tensor
+    experts: Tensor
 
 
 class Slots:
@@ -89,7 +98,10 @@ class Slots:
         tokens, positions = torch.zeros(padded, dtype=torch.long), torch.zeros(padded, dtype=torch.long)
         tokens[:count] = torch.tensor([r.output[-1] for r in self.running])
         positions[:count] = torch.tensor([r.length - 1 for r in self.running])
-        hidden = self._decoder.decode(tokens, positions, self.cache)
+        hidden, experts = self._decoder.decode(tokens, positions, self.cache)
+        for request, row in zip(self.running, experts[:count], strict=True):
+            if request.routed_from >= 0:
+                request.note_routed(row[None], request.length - 1)
         return self._decoder.logits(hidden)[:count]
 
     def free(self, request: Request) -> None:
@@ -165,6 +177,8 @@ class Slots:
                 self.cache.values[number][request.slot, :, : len(context)] = values
             if request.prompt_logprobs_from >= 0 and not request.prompt_logprobs:
                 self.score_prompt(request)
+            if request.routed_from >= 0:
+                request.note_routed(prefix.experts, 0)
             hidden.append(prefix.hidden)
             self.running.append(request)
         self._prefixes |= fresh
@@ -176,12 +190,12 @@ class Slots:
         tokens = torch.zeros(len(contexts), span, dtype=torch.long)
         for row, context in enumerate(contexts):
             tokens[row, : len(context)] = torch.tensor(context)
-        hidden, layers = self._decoder.prefill(tokens)
+        hidden, layers, experts = self._decoder.prefill(tokens)
         found = {}
         for row, context in enumerate(contexts):
             n = len(context)
             kept = [(keys[row, :, :n].clone(), values[row, :, :n].clone()) for keys, values in layers]
-            found[context] = _Prefix(kept, hidden[row, n - 1].clone())
+            found[context] = _Prefix(kept, hidden[row, n - 1].clone(), experts[row, :n].clone())
         return found
 
     def score_prompt(self, request: Request) -> None:
@@ -192,7 +206,7 @@ class Slots:
         span = rounded_up(len(request.prompt), PREFILL_SPAN)
         tokens = torch.zeros(1, span, dtype=torch.long)
         tokens[0, : len(request.prompt)] = torch.tensor(request.prompt)
-        hidden, _ = self._decoder.prefill(tokens)
+        hidden, _, _ = self._decoder.prefill(tokens)
         start = request.prompt_logprobs_from
         logprobs = self._decoder.logits(hidden[0, start : len(request.prompt)]).log_softmax(-1)
         for at in range(start, len(request.prompt)):

@@ -21,6 +21,7 @@ from millrace.connectors.engines.sglang.wire.answer_body import StreamedAnswer, 
 from millrace.connectors.engines.watched import WatchedEngine
 from millrace.core.contracts.handles import CONTINUED
 from millrace.core.errors import EngineError, EngineLostError
+from millrace.core.families.routed_experts import RoutedRows
 
 INFO_TIMEOUT_S = 30.0
 SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
@@ -52,6 +53,7 @@ class SglangClient(WatchedEngine, Connection):
             **({f"bootstrap_{name}": value for name, value in asdict(handoff).items()} if handoff else {}),
             **({} if request.priority is None else {"priority": request.priority}),
             **({"extra_key": request.cache_key} if request.cache_key else {}),
+            **_asking(request),
         }
         # SGLang does not read `continued`, since its random numbers depend on the position in the whole
         headers = {
@@ -71,7 +73,7 @@ class SglangClient(WatchedEngine, Connection):
                 where=f"request {without_sender(request.rid)}",
                 remedy="set pipeline.on_update=resend",
             )
-        return self._generation(answer, request.rid)
+        return self._generation(answer, request)
 
     async def _streamed(
         self, request: GenerateRequest, body: dict[str, Any], headers: Mapping[str, str]
@@ -92,7 +94,7 @@ class SglangClient(WatchedEngine, Connection):
                 if meta["finish_reason"] or ending:
                     continue
                 known = self.refits_amid_requests == before or meta.get("weight_versions")
-                if not (known and request.on_part(self._generation(answer, request.rid))):
+                if not (known and request.on_part(self._generation(answer, request))):
                     ending = True
                     await self.abort(request.rid)
         if answer is None or not answer["meta_info"]["finish_reason"]:
@@ -101,8 +103,9 @@ class SglangClient(WatchedEngine, Connection):
             )
         return answer
 
-    def _generation(self, answer: Mapping[str, Any], rid: str) -> Generation:
-        """Parse an answer. Raises EngineError if a log-probability is not finite, since no step may train on it."""
+    def _generation(self, answer: Mapping[str, Any], request: GenerateRequest) -> Generation:
+        """Parse an answer. Raises EngineError if a log-probability is not finite, since no step may train on it, or if the experts
+        that were asked for are missing or none of the model's."""
         meta = answer["meta_info"]
         reason = meta["finish_reason"] or {"type": "abort"}  # a part of an answer has no reason
         finish = reason["type"]
@@ -114,7 +117,7 @@ class SglangClient(WatchedEngine, Connection):
         if len(wrong):
             raise EngineError(
                 f"{self.engine_id}: the log-probability of output token {wrong[0]} is {tokens.logprobs[wrong[0]]}",
-                where=f"request {without_sender(rid)}",
+                where=f"request {without_sender(request.rid)}",
                 remedy="look at the engine's log; its weights or its arithmetic (engines.sglang, model.dtype) give "
                 "no finite logits",
             )
@@ -128,7 +131,25 @@ class SglangClient(WatchedEngine, Connection):
             ),
             engine_id=self.engine_id,
             cached_tokens=meta.get("cached_tokens", 0),
+            routed=self._routed(meta, request, len(tokens.ids)),
+            retractions=meta.get("num_retractions", 0),
         )
+
+    def _routed(self, meta: Mapping[str, Any], request: GenerateRequest, made: int) -> RoutedRows | None:
+        asked = request.experts
+        if asked is None or not made:
+            return None
+        if meta.get("num_retractions") and "routed_experts" not in meta:
+            return RoutedRows(asked.form.width, b"")  # it ended while it waited to be computed again
+        try:
+            rows = len(request.input_ids) + made - 1 - asked.first
+            return asked.form.from_engine(meta.get("routed_experts"), rows)
+        except ValueError as error:
+            raise EngineError(
+                f"{self.engine_id}: {error}",
+                where=f"request {without_sender(request.rid)}",
+                remedy="start SGLang with --enable-return-routed-experts; a branch may set rollout.routing_replay=false",
+            ) from error
 
     async def progress(self, timeout_s: float = INFO_TIMEOUT_S) -> tuple[Any, bool]:
         info = await self.server_info(min(timeout_s, INFO_TIMEOUT_S))
@@ -189,6 +210,14 @@ class SglangClient(WatchedEngine, Connection):
 
     async def flush(self) -> None:
         await self.post("/flush_cache", {})
+
+
+def _asking(request: GenerateRequest) -> dict[str, Any]:
+    """The fields that ask for routed experts."""
+    if request.experts is None:
+        return {}
+    assert request.on_part is None, "engines report experts only when a request ends"
+    return {"return_routed_experts": True, "routed_experts_start_len": request.experts.first}
 
 
 def that_made(spans: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:

@@ -75,6 +75,8 @@ def sglang_command(
         # weight updates do not restore a draft model, so SGLang must keep its weights
         if e.sglang.get("speculative_algorithm"):
             command.append("--enable-draft-weights-cpu-backup")
+    if config.rollout.routing_replay:
+        command.append("--enable-return-routed-experts")
     if e.prefill:
         command += ["--disaggregation-mode", "prefill" if index < e.prefill else "decode"]
         if index < e.prefill:

@@ -155,6 +155,7 @@ def hash_of(rows: Sequence[BatchRow], oldest: int) -> str:
             row.train_step,
         )
         digest.update(repr(plain).encode())
+        digest.update(b"-" if row.routed is None else row.routed)
         for values in (row.tokens, row.loss_mask, row.rollout_logprobs, row.ages):
             digest.update(
                 b"-" if values is None else f"{values.shape}{values.dtype}".encode() + values.tobytes()

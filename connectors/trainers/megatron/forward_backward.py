@@ -6,8 +6,10 @@ Knows nothing of objectives, sets, files or versions.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.connectors.trainers.megatron import patches
+from millrace.connectors.trainers.megatron.model.attention import PackBounds
 from millrace.connectors.trainers.megatron.model.fused import take_rows
 from millrace.connectors.trainers.megatron.model.logprobs import TokenLogprobs, token_logprobs
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
@@ -46,6 +49,16 @@ class ForwardBackward:
         self.models = models
         self.inner = inner
         self.device = device
+        self.replays = False  # whether routers take the experts of the packs' rows
+
+    @contextlib.contextmanager
+    def own_routing(self) -> Iterator[None]:
+        """A context in which routers choose the experts themselves."""
+        before, self.replays = self.replays, False
+        try:
+            yield
+        finally:
+            self.replays = before
 
     def forward(self, packs: Sequence[Pack], head: Callable[[Pack, Tensor], Tensor]) -> Tensor | None:
         """The head's values of all response tokens, end to end, without gradients; None before the last stage."""
@@ -122,7 +135,7 @@ class ForwardBackward:
                     input_ids=pack.input_ids,
                     position_ids=pack.position_ids,
                     attention_mask=None,
-                    packed_seq_params=pack.params,
+                    packed_seq_params=self._bounds(pack),
                     **extra,
                 )
             return hidden, partial(loss_step, pack)
@@ -146,6 +159,12 @@ class ForwardBackward:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+
+    def _bounds(self, pack: Pack) -> PackBounds:
+        """The pack's bounds, with the experts to replay."""
+        if not self.replays or pack.routed is None:
+            return pack.params
+        return replace(pack.params, routed=pack.routed.to(self.device, non_blocking=True))
 
     def _shapes(self, packs: Sequence[Pack]) -> tuple[Iterator[list[int]], Iterator[list[int]]]:
         """Shapes of what this rank's stages receive from other ranks, in order: of hidden states and of their gradients."""

@@ -92,6 +92,7 @@ class Learner:
         self.passes = LogprobForwardBackward(
             config, self.policy.models, inner, device, vocab=hf["vocab_size"], temperature=temperature
         )
+        self.passes.replays = config.rollout.routing_replay
         self.critic = RankCritic(config, hf, device) if self.algorithm.critic is not None else None
         self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None
         self._iteration: _Iteration | None = None
@@ -136,7 +137,7 @@ class Learner:
 
     def _ask_reference(self, batch: RankBatch) -> None:
         if self.reference is not None and "ref" not in batch.computed:
-            with self.reference.as_policy():
+            with self.reference.as_policy(), self.passes.own_routing():
                 batch.set_per_token("ref", self.passes.logprobs(batch.packs))
 
     def _ask_teacher(self, batch: RankBatch) -> None:
@@ -323,6 +324,8 @@ class Learner:
         if not a.on_policy_guard or o.supervised or o.ratio_to_rollout or own_loss or not first:
             return
         reference_is_policy = self.reference is not None and self.reference.version == version - 1
+        # the reference chooses its experts itself, and engines may have chosen others
+        reference_is_policy = reference_is_policy and not self.passes.replays
         try:
             check_on_policy({**metrics, "first_kl": metrics["kl"]} if reference_is_policy else metrics)
         except TrainerError as error:

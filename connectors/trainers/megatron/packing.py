@@ -22,6 +22,7 @@ from millrace.connectors.trainers.megatron.model.context_parallel import zigzag_
 from millrace.core.accounts.staleness import token_ages
 from millrace.core.config import RunConfig
 from millrace.core.families.architecture import Architecture
+from millrace.core.families.routed_experts import RoutingFormat
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -46,6 +47,13 @@ class BatchRow:
     teacher_top_logprobs: Floats | None = None  # [response tokens, k]
     ages: Ints | None = None  # [response tokens] see millrace.core.accounts.staleness.token_ages; None: all 0
     engine_id: str = ""  # the engine that made its last tokens
+    routed: bytes | None = None  # experts of its first tokens, as core.families.routed_experts stores them
+
+    @property
+    def fed(self) -> int:
+        """Its first tokens that a token which the policy generated, and the loss uses, follows."""
+        trained = np.flatnonzero(self.loss_mask)
+        return len(self.tokens) - self.response_length + int(trained[-1]) if len(trained) else 0
 
     def trains(self, max_age: int | None) -> bool:
         """Whether the loss uses any of its tokens, if it excludes tokens older than `max_age`."""
@@ -83,6 +91,7 @@ class Pack:
     slots: Tensor  # [n] their indices among the pack's N response tokens
     count: int  # N
     others: Tensor | None  # [n, k] a served teacher's likeliest tokens at each target's position
+    routed: Tensor | None  # int16, on the host: see PackBounds.routed
 
     @property
     def tokens(self) -> int:
@@ -109,6 +118,7 @@ def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) ->
         "reused_from",
         "policy_versions",
         "engine_id",
+        "routed_experts",
     ]
     plain = table.select(columns).to_pylist()
     chosen = table.column("trained_mask").is_valid().to_pylist()
@@ -133,6 +143,7 @@ def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) ->
             teacher_top_logprobs=top_logprobs[i].reshape(row["response_length"], -1) if topped[i] else None,
             ages=_ages(row, first - 1, passes * (last - first + 1), keeps_cache),
             engine_id=row["engine_id"],
+            routed=row["routed_experts"],
         )
         for i, row in enumerate(plain)
     ]
@@ -196,6 +207,7 @@ def make_packs(
             align=align,
             device=device,
             top_k=config.algorithm.teacher_top_k if with_teacher else 0,
+            form=RoutingFormat.of(architecture) if config.rollout.routing_replay else None,
         )
         for members in plans[mpu.get_data_parallel_rank()]
     ]
@@ -210,9 +222,11 @@ def make_pack(
     align: int,
     device: Any,
     top_k: int = 0,
+    form: RoutingFormat | None = None,
 ) -> Pack:
     """Concatenate samples, each padded to a multiple of `align` tokens. Without rows, the pack has only padding.
 
+    form: of the samples' routed experts, if they are replayed.
     top_k: number of a teacher's likeliest tokens at each response token. Uses numpy, since PyTorch's threads spin between
     operations that are too small for several threads.
     """
@@ -263,4 +277,19 @@ def make_pack(
         slots=torch.from_numpy(slots).to(device),
         count=count,
         others=torch.from_numpy(others[slots]).to(device) if top_k else None,
+        routed=_routed(rows, bounds, local, form) if form else None,
     )
+
+
+def _routed(
+    rows: Sequence[BatchRow], bounds: Sequence[int], local: Any, form: RoutingFormat
+) -> Tensor | None:
+    """The experts of this rank's tokens, as PackBounds.routed; None if no sample has any, as held-out texts."""
+    if all(row.routed is None for row in rows):
+        return None
+    whole = np.full((bounds[-1], len(form.expert_layers), form.used), -1, dtype=np.int16)
+    for row, start in zip(rows, bounds, strict=False):
+        if row.routed is not None:
+            experts = form.read(row.routed, len(row.tokens), row.fed)
+            whole[start : start + len(experts)] = experts
+    return torch.from_numpy(whole[local])

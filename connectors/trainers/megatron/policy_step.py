@@ -72,6 +72,19 @@ def policy_step(
             forward_only=forward_only,
             on_launched=None if forward_only else on_launched,
         )
+    add_sums(sums, to_numbers(_agreement(passes)))
+
+
+def _agreement(passes: LogprobForwardBackward) -> Metrics:
+    """The share of the replayed experts that the routers would have chosen themselves; empty without any.
+
+    Each rank has other tokens or layers, so that all ranks report.
+    """
+    counts = [count for each in passes.inner.agreements if (count := each.take()) is not None]
+    if not counts:
+        return {}
+    same, every = (torch.stack(parts).sum() for parts in zip(*counts, strict=True))
+    return {"routing_agreement": (same, every)}
 
 
 @contextlib.contextmanager

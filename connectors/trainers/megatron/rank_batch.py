@@ -21,6 +21,7 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.errors import TrainerError, of_run
 from millrace.core.families.architecture import Architecture
+from millrace.core.families.routed_experts import RoutingFormat
 
 
 @dataclass
@@ -99,10 +100,12 @@ def make_rank_batch(
     oldest: largest age of a token in the whole iteration. chunk: the rows are only some whole rollouts of the step, so weights are
     not yet divided by the step's denominator.
     Raises TrainerError, on every rank, if a row has no advantage although others have one or the estimator needs it, or if
-    it lacks a served teacher's values.
+    it lacks a served teacher's values, or valid experts that are to be replayed.
     """
     if config.algorithm.teacher_server is not None:
         _check_teacher(rows, config.algorithm.teacher_top_k)
+    if config.rollout.routing_replay:
+        _check_routed(rows, architecture)
     packs = make_packs(rows, config, architecture, device)
     token_counts, rollouts = counted(rows)
     weigh = objective.undivided_weights if chunk else objective.sample_weights
@@ -160,6 +163,24 @@ def _check_teacher(rows: Sequence[BatchRow], top_k: int) -> None:
             where="algorithm.teacher_server.top_k",
             remedy="set it to what it was when the batch was stored",
         )
+
+
+def _check_routed(rows: Sequence[BatchRow], architecture: Architecture) -> None:
+    """Raise TrainerError unless every row has the experts of the tokens that need some. All ranks check all rows."""
+    form = RoutingFormat.of(architecture)
+    assert form is not None, "a model without experts is refused"
+    for row in rows:
+        try:
+            if row.routed is not None:
+                form.read(row.routed, len(row.tokens), row.fed)
+            elif row.fed:
+                raise ValueError("it was stored without any")
+        except ValueError as error:
+            raise TrainerError(
+                f"sample {row.sample_id} has no experts that could be replayed: {error}",
+                where="rollout.routing_replay",
+                remedy="train samples that this model generated with it; a branch may set it to false",
+            ) from error
 
 
 def _sample_advantages(

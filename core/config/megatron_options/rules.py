@@ -9,6 +9,7 @@ from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rollout import routing_rules
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture
@@ -32,8 +33,9 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def router_problems(config: RunConfig, architecture: Architecture) -> Iterator[Problem]:
-    """Options of trainer.megatron for routers that this model does not have."""
+    """Options of trainer.megatron for routers that this model does not have, and experts to replay without any."""
     options = config.trainer.megatron
+    yield from routing_rules.model_problems(config, architecture)
     if not architecture.experts:
         yield from TRANSFORMER.experts_problems(options)
     for name in sorted({"moe_aux_loss_coeff", "moe_z_loss_coeff"} & set(options)):

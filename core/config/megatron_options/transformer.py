@@ -87,6 +87,7 @@ ELSEWHERE = {
     "sequence_parallel": "trainer.parallel.sequence",
     "recompute_granularity": "trainer.recompute",
     "moe_layer_recompute": "trainer.recompute",
+    "moe_enable_routing_replay": "rollout.routing_replay",
     "deterministic_mode": "trainer.deterministic",
     "bf16": "model.dtype",
     "params_dtype": "model.dtype",
@@ -161,7 +162,6 @@ REFUSED = by_reason(
             moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping moe_expert_rank_capacity_factor""",
         "an exported model and the engines have no such bias": """moe_router_enable_expert_bias
             moe_router_bias_update_rate moe_router_quantile_balancing_ema""",
-        "engines do not return the experts that they chose": "moe_enable_routing_replay",
         "only the dispatcher alltoall takes packs of different lengths": "moe_token_dispatcher_type",
         "experts are computed one after the other": "moe_use_legacy_grouped_gemm",
         "millrace reports the mean over layers: moe_aux_loss and moe_z_loss": "moe_per_layer_logging",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from millrace.core.config.algorithm.rules import unweighed
 from millrace.core.config.data.rules import same_names
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.rollout import Tool
+from millrace.core.config.rollout import Tool, routing_rules
 from millrace.core.config.rollout import sampling_rules as sampling
 from millrace.core.config.run_config import RunConfig
 
@@ -18,6 +18,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _session(config)
     yield from _buffer(config)
     yield from _flush(config)
+    yield from routing_rules.problems(config)
     if config.algorithm.supervised and config.rollout.samples_per_prompt != 1:
         yield config.problem(
             "rollout.samples_per_prompt",

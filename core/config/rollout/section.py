@@ -202,6 +202,12 @@ class Rollout(Section):
         ge=16,
         description="Most tokens of an unfinished answer that are generated again after a kill: answers are stored in parts while they are generated, and continue from the last part. null: answers are stored whole. For answers of many thousand tokens; 2048, say.",
     )
+    routing_replay: Annotated[bool, in_a_branch("an open iteration may hold samples without experts")] = (
+        Field(
+            False,
+            description="For a mixture of experts: engines return the experts that their routers chose, and the trainer's passes over the policy take the same ones (rollout routing replay, R3).",
+        )
+    )
     progress_timeout_s: Annotated[float, ANY_START] = Field(
         600,
         gt=0,

@@ -60,6 +60,7 @@ class MadeSample:
     parts: Figures | None = None
     texts: Texts | None = None
     answer: str | None = None
+    routed: bytes | None = None  # stored experts of its first tokens
 
 
 class SessionRunner:
@@ -200,6 +201,7 @@ def _sample(
         parts=parts,
         texts=texts,
         answer=reward.answer if reward else None,
+        routed=branch.routed or None,
     )
 
 

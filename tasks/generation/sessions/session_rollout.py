@@ -234,6 +234,7 @@ class SessionRollout:
             rid=f"{opening.rollout_id}.{branch.number:02d}.{branch.turns:04d}",
             session=opening.group_id,
             own={**opening.sampling, "max_new_tokens": room, **({"stop": list(stop)} if stop else {})},
+            routed=branch.routed,
         )
         self.seconds += answer.seconds
         return answer
@@ -246,7 +247,8 @@ class SessionRollout:
         for row in rows:
             spans += [(first + span["first_token"], span["version"]) for span in row.policy_versions]
             first += len(row.output_ids)
-        branch.add(Segment(output, [value for row in rows for value in row.rollout_logprobs], spans))
+        logprobs = [value for row in rows for value in row.rollout_logprobs]
+        branch.add(Segment(output, logprobs, spans, b"".join(row.routed_experts or b"" for row in rows)))
         branch.events += 1
         self.engine_id = rows[-1].engine_id
         text, cut = "".join(row.text for row in rows), rows[-1].ended == "length"
@@ -354,6 +356,7 @@ class SessionRollout:
             ended=generation.finish,
             new=json_text(_messages(new)) if new else None,
             text=generation.text,
+            routed_experts=answer.routed,
             timings=[("started", answer.started), ("generate_s", answer.seconds)],
         )
 

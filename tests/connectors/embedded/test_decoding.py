@@ -31,8 +31,8 @@ def test_a_token_at_a_time(tmp_path: Path, family: str) -> None:
     shape = read_shape(folder)
     decoder = Decoder(Weights(shape, read_tensors(folder, shape, None)))
     tokens = torch.arange(LENGTH) * 7 % 37
-    expected, _ = decoder.prefill(tokens[None])
+    expected, _, _ = decoder.prefill(tokens[None])
     cache = Cache(shape, ROWS, 64, torch.float32)
     for place in range(PLACES):
-        one = decoder.decode(tokens[place].repeat(ROWS), torch.full((ROWS,), place), cache)
+        one, _ = decoder.decode(tokens[place].repeat(ROWS), torch.full((ROWS,), place), cache)
         torch.testing.assert_close(one, expected[0, place].expand_as(one), atol=1e-5, rtol=0)

@@ -56,6 +56,7 @@ OF_GENERATE: dict[str, tuple[Any, ...]] = {
     "priority": (-(2**31) - 1, 2**31),
     "logprob_start_len": (-2, 2**31),
     "top_logprobs_num": (-1, 257),
+    "routed_experts_start_len": (-1, 3),
 }
 OF_CHAT: dict[str, tuple[Any, ...]] = {
     "max_tokens": OF_SAMPLING["max_new_tokens"],
@@ -78,7 +79,7 @@ BUCKET = {"load_format": "flattened_bucket", "names": ["model.norm.weight"], "dt
 OF_BUCKET: dict[str, tuple[Any, ...]] = {"shapes": ([[-1]], [[HUGE]], [[2**62, 2**62]], [[2**40]], [["1"]])}
 OF_HEADER = {CONTINUED: ("-1", "1", "9" * 5000, "a", "", "1.5")}
 # what is no number
-OTHERS = """model messages stream user stop text rid sampling_params return_logprob return_text_in_logprobs abort_all mode tags
+OTHERS = """model messages stream user stop text rid sampling_params return_logprob return_routed_experts return_text_in_logprobs abort_all mode tags
 model_path weight_version serialized_named_tensors group_name master_address backend new_version action names dtypes load_format"""
 
 

@@ -217,7 +217,7 @@ def engines(folder: str) -> torch.Tensor:
     for row in sorted(samples(1), key=lambda row: str(row["sample_id"])):
         tokens = torch.tensor([row["tokens"]])
         padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % PREFILL_SPAN))
-        hidden, _ = decoder.prefill(padded)
+        hidden, _, _ = decoder.prefill(padded)
         logprobs = decoder.logits(hidden[0, : tokens.shape[1] - 1]).log_softmax(-1)
         found.append(logprobs.gather(1, tokens[0, 1:, None])[-row["response_length"] :, 0])
     return torch.cat(found)

@@ -78,7 +78,7 @@ def engines_logprobs(engine: Engine, step: int) -> dict[str, list[float]]:
         tokens = torch.tensor(row["tokens"])
         padded = torch.zeros(1, 32, dtype=torch.long)
         padded[0, : len(tokens)] = tokens
-        hidden, _ = engine.decoder.prefill(padded)
+        hidden, _, _ = engine.decoder.prefill(padded)
         logprobs = engine.decoder.logits(hidden[0, : len(tokens) - 1]).log_softmax(-1)
         every = logprobs.gather(1, tokens[1:, None])[:, 0]
         found[row["sample_id"]] = every[-row["response_length"] :].tolist()

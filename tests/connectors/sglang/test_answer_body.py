@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.connectors.engines.client import GenerateRequest
 from millrace.connectors.engines.sglang.client import SglangClient
 from millrace.connectors.engines.sglang.wire import answer_body
 from millrace.connectors.engines.sglang.wire.answer_body import read_answer
@@ -21,6 +22,7 @@ from millrace.tasks.generation.answers import generated_sample
 from millrace.tasks.generation.single_samples import Answer
 from tests.support.stored_samples import drawn_group
 
+REQUEST = GenerateRequest(input_ids=[1, 2], sampling_params={}, rid="r", progress_timeout_s=1.0)
 KEYS = ['"output_token_logprobs":[[1,2,null]]', '{"output_ids":[1]}', "\\", '"', "]]", "é\n"]
 TEXTS = st.text() | st.sampled_from(KEYS) | st.sampled_from(["output_ids", "output_token_logprobs"])
 LOGPROBS = st.floats(max_value=0, allow_nan=False, allow_infinity=False, width=32) | st.floats(-99, 0)
@@ -66,7 +68,7 @@ def test_a_row_of_an_answer_is_stored_as_plain_reading_of_its_json_stores_it(
     body = json.dumps(sent).encode() if spaced else orjson.dumps(sent)
     client, group = SglangClient("http://nowhere", "engine-0"), drawn_group(0)
     with patch.object(answer_body, "LONG", long):
-        made = client._generation(read_answer(body), "r")
+        made = client._generation(read_answer(body), REQUEST)
     row = generated_sample(group, 1, 7, Answer(made, None, 1.0, 2.0))
     plain = json.loads(body)
     pairs = plain["meta_info"]["output_token_logprobs"]
@@ -102,7 +104,7 @@ def test_rows_with_arrays_and_rows_with_lists_make_one_table() -> None:
     """Samples of several turns hold lists, and one that failed holds nothing."""
     group = drawn_group(0)
     client = SglangClient("http://nowhere", "engine-0")
-    made = client._generation(read_answer(orjson.dumps(answer("a", [(-0.5, 9), (-0.1, 8)], []))), "r")
+    made = client._generation(read_answer(orjson.dumps(answer("a", [(-0.5, 9), (-0.1, 8)], []))), REQUEST)
     arrays = generated_sample(group, 0, 7, Answer(made, None, 0.0, 0.0))
     failed = generated_sample(group, 1, 7, Answer(None, "engine-0: died", 0.0, 0.0))
     lists = type(arrays)(

@@ -28,6 +28,7 @@ ALONE = {
     "progress_timeout_s": "how long it waits",
     "on_part": "with flush_tokens, tests of flushing hold it; refused with a router",
     "every": "as on_part",
+    "experts": "tests of routed experts hold it; refused with a router and with pairs",
 }  # fields that are no part of what every dispatcher passes on
 SAYS: dict[str, tuple[Any, Callable[[Seen], Any]]] = {
     "input_ids": ([*PROMPT, 7, 8], lambda seen: seen.body["input_ids"]),

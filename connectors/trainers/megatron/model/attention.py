@@ -43,6 +43,8 @@ class PackBounds(PackedSeqParams):
     bounds: list[int] = field(default_factory=list)
     samples: int = 0
     sample_of_token: Tensor | None = None  # [T / cp] in the rank's order: number in the pack, -1 for padding
+    # [T / cp, layers with experts, experts of a token] that routers take, -1 for a token that they route themselves; None: all
+    routed: Tensor | None = None
 
 
 class PackedAttention(torch.nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor
 from millrace.connectors.trainers.megatron.model import fused
 from millrace.connectors.trainers.megatron.model.attention import PackBounds
 from millrace.connectors.trainers.megatron.model.fused import drop
-from millrace.connectors.trainers.megatron.model.router_losses import LossRouter
+from millrace.connectors.trainers.megatron.model.replayed_router import PackRouter
 
 
 class Norm(torch.nn.RMSNorm):
@@ -58,7 +58,7 @@ class PackedLayer(TransformerLayer):
         **more: Any,
     ) -> tuple[Tensor, None]:
         """[T, 1, H] -> [T, 1, H]. Uses megatron's forward pass if trainer.megatron makes it recompute parts of a layer."""
-        if isinstance(self.mlp, MoELayer) and isinstance(self.mlp.router, LossRouter):
+        if isinstance(self.mlp, MoELayer) and isinstance(self.mlp.router, PackRouter):
             self.mlp.router.bounds = packed_seq_params
         if self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp:
             out: tuple[Tensor, None] = super().forward(

@@ -34,6 +34,7 @@ from millrace.connectors.trainers.megatron.model.layers import (
     PackedLayer,
     PackedSelfAttention,
 )
+from millrace.connectors.trainers.megatron.model.replayed_router import PackRouter, RoutingAgreement
 from millrace.connectors.trainers.megatron.model.router_losses import LossRouter, RouterLosses
 from millrace.connectors.trainers.megatron.model.sigmoid_router import SigmoidRouter
 from millrace.connectors.trainers.megatron.model.transformer_config import transformer_config
@@ -114,6 +115,11 @@ class RankModel(torch.nn.Module):
         losses: RouterLosses | None = self.last.router_losses
         return losses
 
+    @property
+    def agreements(self) -> list[RoutingAgreement]:
+        """What the routers of all stages have counted."""
+        return [part.agreement for part in self.modules() if isinstance(part, PackRouter)]
+
     def sharded_state_dict(self) -> dict[str, Any]:
         """The sharded state of all stages, by the names of `state_dict`."""
         return {
@@ -128,7 +134,8 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     tc, arch = transformer_config(config, hf), architecture(hf)
     options = moe_losses(config.trainer.megatron)
     losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
-    router = partial(LossRouter, losses) if losses else SigmoidRouter if arch.routing else None
+    plain = PackRouter if config.rollout.routing_replay else None
+    router = partial(LossRouter, losses) if losses else SigmoidRouter if arch.routing else plain
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size()
     numbers = [None] if virtual is None else list(range(virtual))
     return RankModel([_stage(tc, arch, kind, router, losses, number) for number in numbers])

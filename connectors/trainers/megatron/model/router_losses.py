@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.attention import PackBounds
+from millrace.connectors.trainers.megatron.model.replayed_router import PackRouter
 from millrace.core.config.megatron_options.transformer import MoELosses
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -150,19 +150,17 @@ class _AddLoss(torch.autograd.Function):
         return grads[0], torch.ones_like(loss)
 
 
-class LossRouter(TopKRouter):
-    """megatron's router with millrace's losses. `bounds`: the pack that the layer routes next."""
+class LossRouter(PackRouter):
+    """megatron's router with millrace's losses. They count what the router itself would choose, replayed or not."""
 
     def __init__(
         self, losses: RouterLosses, *, config: TransformerConfig, pg_collection: Any, **more: Any
     ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection, **more)  # more: since megatron-core 0.17
+        super().__init__(config=config, pg_collection=pg_collection, **more)
         self.losses = losses
-        self.bounds: PackBounds | None = None
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities and the map of tokens to experts, both [T, E], from logits [T, 1, E]."""
+    def routed(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights and the map of tokens to experts, both [T, E], from logits [T, 1, E]."""
         assert self.bounds is not None
         flat = self.losses.attach(logits.view(-1, logits.shape[-1]), self.layer_number, self.bounds)
-        routed: tuple[Tensor, Tensor] = super().routing(flat.view(logits.shape), padding_mask)
-        return routed
+        return super().routed(flat.view(logits.shape), padding_mask)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from millrace.connectors.trainers.megatron.model.replayed_router import PackRouter
 from millrace.core.families.architecture import Architecture
 
 
-class SigmoidRouter(TopKRouter):
+class SigmoidRouter(PackRouter):
     """A router whose bias is read from the checkpoint and never changes."""
 
     def __init__(self, *, config: Any, pg_collection: Any, **more: Any) -> None:
@@ -32,11 +32,21 @@ class SigmoidRouter(TopKRouter):
         self.expert_bias.data = exact.to(self.expert_bias.device)
         return self
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def own_choice(self, logits: Tensor) -> Tensor:
+        """The experts [T, k] that the router would choose, from logits [T, E]."""
+        chosen: Tensor = self.scores.chosen(logits, self.expert_bias, self.topk)
+        return chosen
+
+    def routed(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Weights and the map of tokens to experts, both [T, E], from logits [T, 1, E]."""
         assert padding_mask is None, "a pack's padding is routed like its tokens"
         flat = logits.view(-1, logits.shape[-1])
-        chosen = self.scores.chosen(flat, self.expert_bias, self.topk)
+        if self.router_replay is None:
+            chosen = self.own_choice(flat)
+        else:
+            _, chosen = self.router_replay.get_replay_topk(
+                flat, self.topk, default_compute_topk=lambda scores, *_: (scores, self.own_choice(scores))
+            )
         weights = self.scores.weights(flat, chosen, normalised=self.normalised)
         empty = torch.zeros_like(flat)
         return empty.scatter(1, chosen, weights), empty.bool().scatter(1, chosen, True)

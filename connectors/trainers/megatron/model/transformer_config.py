@@ -81,6 +81,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
             "moe_aux_loss_coeff": 0.0,
             "moe_grouped_gemm": False,
             "moe_router_dtype": "fp32",
+            "moe_enable_routing_replay": config.rollout.routing_replay,
         }
         patches.name_missing_transformer_engine()
     if config.trainer.recompute == "full":
