@@ -151,6 +151,10 @@ class WeightsDifferError(EngineError):
     """Engines hold other weights than the trainer. A start sends them again."""
 
 
+class PortTakenError(EngineError):
+    """A server ended because another process took its port after its choice. A start with other ports may succeed."""
+
+
 class EngineLostError(EngineError):
     """An engine did not answer, or answered that it cannot; another engine may succeed."""
 

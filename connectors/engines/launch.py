@@ -5,6 +5,7 @@ Owns the types that the kinds of engine share. Knows no kind.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,14 @@ HTTP_PROXIES = ("HTTP_PROXY", "ALL_PROXY")  # in upper or lower case
 
 
 @dataclass(frozen=True)
+class Node:
+    """One of the nodes that an engine spans. The first one's process answers requests."""
+
+    rank: int
+    meeting: str  # host:port of the first node, where the processes of all nodes meet
+
+
+@dataclass(frozen=True)
 class EngineStart:
     """What an engine's server is started with."""
 
@@ -26,6 +35,7 @@ class EngineStart:
     address: str  # of this node
     key: str = field(repr=False)  # that requests must bring
     folder: Path  # for files until the server answers; no other user can read in it
+    node: Node | None = None  # None: the engine is on one node
 
 
 class Launch(NamedTuple):
@@ -40,11 +50,17 @@ LaunchEngine = Callable[[EngineStart], Launch]
 """Says how to start an engine. Raises ConfigError if the configuration asks for what the engine cannot do."""
 
 
-def free_port(host: str) -> int:
-    """A port on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_port(host: str, following: int = 0) -> int:
+    """A port on which nothing listens now, nor on so many `following` ones."""
+    while True:
+        with contextlib.ExitStack() as probes:
+            first = probes.enter_context(socket.socket())
+            first.bind((host, 0))
+            port = int(first.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                for more in range(port + 1, port + 1 + following):
+                    probes.enter_context(socket.socket()).bind((host, more))
+                return port
 
 
 def without_http_proxy(given: Mapping[str, str]) -> dict[str, str]:

@@ -171,7 +171,20 @@ def _check_hosts(config: RunConfig, wanted: ResourceLayout) -> None:
     """Raise ConfigError if no host has the GPUs of a tensor parallel group. Hosts without GPUs say nothing: others may come."""
     tensor, over_hosts = config.trainer.parallel.tensor, config.placement.tensor_over_hosts
     largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
-    if wanted.needed["GPU"] and not over_hosts and 0 < largest < tensor:
+    if not wanted.needed["GPU"] or not largest:
+        return
+    e = config.engines
+    if max((len(slot.gpus) for slot in wanted.of["engine"]), default=0) > largest:
+        fit = next(
+            nodes for nodes in range(1, e.gpus + 1) if e.gpus % nodes == 0 and e.gpus // nodes <= largest
+        )
+        raise ConfigError(
+            f"an engine has {e.gpus // e.nodes} of its GPUs on each of engines.nodes = {e.nodes}, and the largest host has "
+            f"{largest:g} GPUs",
+            where=f"engines.gpus = {e.gpus}",
+            remedy=f"lower it, or set engines.nodes={fit} and placement.tensor_over_hosts=true",
+        )
+    if not over_hosts and largest < tensor:
         raise ConfigError(
             f"the ranks of a tensor parallel group are on one host, and the largest has {largest:g} GPUs",
             where=f"trainer.parallel.tensor = {tensor}",

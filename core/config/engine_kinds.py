@@ -30,7 +30,7 @@ class EngineKind:
         return self.runs_on != "elsewhere"
 
 
-SGLANG = EngineKind("sglang", "gpu", "engines.gpus engines.sglang")
+SGLANG = EngineKind("sglang", "gpu", "engines.gpus engines.nodes engines.sglang")
 EMBEDDED = EngineKind(
     "embedded",
     "cpu",

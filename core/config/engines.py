@@ -70,6 +70,17 @@ class _OnGpus(Section):
     gpus: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="GPUs per engine (sglang).")
 
 
+class _OverHosts(_OnGpus):
+    model_config = EMPTY_IN_FORMS
+
+    nodes: Annotated[int, FROM_PRESET] = Field(
+        1,
+        ge=1,
+        description="Hosts that one engine spans, each with `gpus` / `nodes` of its GPUs (SGLang's nnodes). More than one need "
+        "placement.tensor_over_hosts.",
+    )
+
+
 class _Disaggregated(Section):
     prefill: int = Field(
         0,
@@ -95,7 +106,7 @@ class EmbeddedOptions(Section):
         return min(self.max_total_tokens, self.max_running * longest)
 
 
-class AutoEngines(EmbeddedOptions, _SglangOptions, _Disaggregated, _OnGpus, _Started):
+class AutoEngines(EmbeddedOptions, _SglangOptions, _Disaggregated, _OverHosts, _Started):
     """SGLang if there is a GPU, else embedded engines."""
 
     kinds = (SGLANG, EMBEDDED)
@@ -108,11 +119,12 @@ class EmbeddedEngines(EmbeddedOptions, _Started):
     kinds = (EMBEDDED,)
     kind: Literal["embedded"] = "embedded"
     gpus: ClassVar[int] = 1
+    nodes: ClassVar[int] = 1
     prefill: ClassVar[int] = 0
     sglang: ClassVar[dict[str, Any]] = {}
 
 
-class SglangEngines(_SglangOptions, _Disaggregated, _OnGpus, _Started):
+class SglangEngines(_SglangOptions, _Disaggregated, _OverHosts, _Started):
     """SGLang servers, each on `gpus` GPUs."""
 
     kinds = (SGLANG,)
@@ -140,6 +152,7 @@ class ExternalEngines(_Disaggregated, _OnGpus, _Served):
         """Number of engines."""
         return len(self.addresses)
 
+    nodes: ClassVar[int] = 1
     sglang: ClassVar[dict[str, Any]] = {}
 
 

@@ -27,6 +27,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _kv_cache(config)
     if isinstance(config.engines, ExternalEngines):
         yield from _external(config, config.engines)
+    yield from _over_hosts(config)
     yield from _router(config)
     yield from _prefill(config)
     yield from _speculative(config)
@@ -81,6 +82,37 @@ def _external(config: RunConfig, e: ExternalEngines) -> Iterator[Problem]:
             "sync.directory",
             "engines on other hosts do not see this host's shared memory, where weights go",
             "name a folder that trainer and engines see under the same path",
+        )
+
+
+def _over_hosts(config: RunConfig) -> Iterator[Problem]:
+    """What an engine over several hosts needs, and cannot do."""
+    e = config.engines
+    if e.nodes == 1:
+        return
+    if e.gpus % e.nodes:
+        yield config.problem(
+            "engines.nodes",
+            f"each host has the same share of engines.gpus = {e.gpus}",
+            "set it to a number that divides engines.gpus",
+        )
+    if not config.placement.tensor_over_hosts:
+        yield config.problem(
+            "engines.nodes",
+            "the GPUs of an engine are one tensor parallel group, whose layers would wait for the network",
+            "set placement.tensor_over_hosts=true if they may, or leave it out",
+        )
+    if e.prefill:
+        yield config.problem(
+            "engines.prefill",
+            f"engines hand KV caches over from one host to one other, and engines.nodes = {e.nodes}",
+            "set it to 0, or engines.nodes=1",
+        )
+    if config.sync_kind == "disk" and config.sync.by_url:
+        yield config.problem(
+            "sync.directory",
+            f"each of an engine's {e.nodes} hosts would have its copy under another path",
+            "name a folder that all nodes see under the same path, or set sync.kind=broadcast",
         )
 
 

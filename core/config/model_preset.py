@@ -13,6 +13,7 @@ from millrace.core.families.config_file import resolved
 from millrace.core.families.presets import PRESETS, ModelPreset
 
 FIELD = "model.preset"
+GPUS_A_HOST = 8
 
 
 def preset_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,8 +48,11 @@ def preset_values(given: Mapping[str, Any]) -> dict[str, Any]:
         return values
     each = _count(given, "engines", "gpus") or layout.engine
     values["engines"] = {"kind": engines, "gpus": each}
+    if each > GPUS_A_HOST and each % GPUS_A_HOST == 0:
+        values["engines"]["nodes"] = each // GPUS_A_HOST
+        values["placement"] = {"tensor_over_hosts": True}
     if _at(given, "placement", "colocate") is not False:
-        values["placement"] = {"colocate": True}
+        values["placement"] = {**values.get("placement", {}), "colocate": True}
         values["engines"]["count"] = max(1, gpus // each)
     return values
 

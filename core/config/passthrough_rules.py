@@ -13,6 +13,8 @@ SGLANG_OWNED = (
     "weight_version",
     "skip_tokenizer_init",
     "disaggregation_bootstrap_port",
+    "node_rank",
+    "dist_init_addr",
     "enable_draft_weights_cpu_backup",
 )
 
@@ -20,6 +22,7 @@ SGLANG_ELSEWHERE = {
     "model_path": "model.path",
     "host": "engines.host",
     "tp_size": "engines.gpus",
+    "nnodes": "engines.nodes",
     "dtype": "model.dtype",
     "enable_memory_saver": "placement.offload_engines",
     "disaggregation_mode": "engines.prefill",
@@ -35,7 +38,6 @@ _KEY = f"{_LOCKED}: millrace makes a key for each engine and for the router"
 _PLAIN = f"engines are reached over plain HTTP: {_ALONE}"
 _HTTP = "engines are reached over HTTP"
 _NO_ADAPTER = "the trainer trains all weights, and requests name no adapter"
-_ONE_HOST = "an engine is one process on one host, which places itself: set engines.gpus and engines.count"
 
 _OWN_FORMAT = (
     "weights are sent in model.dtype after each step, and a quantized engine takes none of that type"
@@ -55,9 +57,6 @@ SGLANG_REFUSED = {
     "enable_ssl_refresh": _PLAIN,
     "grpc_mode": _HTTP,
     "smg_grpc_mode": _HTTP,
-    "nnodes": _ONE_HOST,
-    "node_rank": _ONE_HOST,
-    "dist_init_addr": _ONE_HOST,
     "preferred_sampling_params": "samples would not record its changes: every request has rollout.sampling",
     "enable_lora": _NO_ADAPTER,
     "lora_paths": _NO_ADAPTER,

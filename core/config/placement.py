@@ -41,9 +41,9 @@ class Placement(Section):
         description="Where rollout, reward and evaluations work. `local`: in the process that drives the run. `ray`: in shards, each a task on "
         "a node of the Ray cluster (rollout.shards). `auto`: `ray` if placement.ray_address is set, every node reaches the Prefect server and shards can do all that the run needs; else `local`.",
     )
-    tensor_over_hosts: bool = Field(
+    tensor_over_hosts: Annotated[bool, FROM_PRESET] = Field(
         False,
-        description="Whether the ranks of a tensor parallel group may be on several hosts, where every layer waits for the network. If not, a group that no host has GPUs for is refused.",
+        description="Whether the ranks of a tensor parallel group, of the trainer or of an engine (engines.nodes), may be on several hosts, where every layer waits for the network. If not, a group that no host has GPUs for is refused.",
     )
     wait_s: float = Field(
         120,

@@ -66,6 +66,26 @@ class EngineHandle(ServerHandle, Protocol):
         ...
 
 
+class EngineNodeHandle(ServerHandle, Protocol):
+    """The holder of an engine's process on one of the nodes that the engine spans."""
+
+    async def launch(self, model: str, meeting: str) -> None:
+        """Start the process, which meets the engine's other ones at host:port, without a wait for them. An earlier one is killed."""
+        ...
+
+    async def ready(self) -> bool:
+        """Whether what was launched answers. Raises EngineError if it ended or takes too long, PortTakenError for a port that was taken."""
+        ...
+
+
+class FirstNodeHandle(EngineHandle, EngineNodeHandle, Protocol):
+    """The holder on the first node, whose process answers requests."""
+
+    async def meeting(self) -> str:
+        """host:port of this node, where the processes of all nodes can meet."""
+        ...
+
+
 class RouterHandle(ServerHandle, Protocol):
     """The holder of the router's server."""
 

@@ -109,7 +109,8 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     at = plan.layout
     cut = f"tp {at.tensor} × pp {at.pipeline} × cp {at.context} × dp {at.data}"
     extra = (f", ep {at.expert}" if at.expert > 1 else "") + (", sp" if at.sequence else "")
-    where = f" × {at.gpus_an_engine} GPUs" if at.gpus_an_engine else " on CPU"
+    spread = f" on {at.nodes_an_engine} nodes" if at.nodes_an_engine > 1 else ""
+    where = f" × {at.gpus_an_engine} GPUs{spread}" if at.gpus_an_engine else " on CPU"
     engines = f"{at.engines} {at.engine_kind.name}" + (where if at.engine_kind.started else "")
     engines += f", the first {at.prefill} to prefill" if at.prefill else ""
     weights = f"by {at.sync}" if at.world_size else "of model.path"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from millrace.connectors.engines.process import EngineServer, RouterServer
+from millrace.connectors.engines.process import EngineNode, EngineServer, RouterServer
 from millrace.connectors.ray.actors import Actor
 from millrace.core.contracts.handles import ServerState
 
 
 class EngineProxy:
-    """An EngineHandle on an actor that holds an EngineServer."""
+    """An EngineHandle on an actor that holds an EngineServer; of an engine over several nodes, the FirstNodeHandle."""
 
     def __init__(self, actor: Actor[EngineServer]) -> None:
         self._actor = actor
@@ -25,6 +25,18 @@ class EngineProxy:
     async def start(self, model: str) -> ServerState:
         """Start the server on a model folder unless it lives."""
         return await self._actor.call(EngineServer.start, model)
+
+    async def meeting(self) -> str:
+        """host:port where the processes of all nodes can meet."""
+        return await self._actor.call(EngineServer.meeting)
+
+    async def launch(self, model: str, meeting: str) -> None:
+        """Start the process, without a wait."""
+        await self._actor.call(EngineServer.launch, model, meeting)
+
+    async def ready(self) -> bool:
+        """Whether the engine that was launched answers."""
+        return await self._actor.call(EngineServer.ready)
 
     async def kill(self) -> None:
         """End the server at once."""
@@ -41,6 +53,29 @@ class EngineProxy:
     async def remove_download(self) -> None:
         """Remove what was downloaded."""
         await self._actor.call(EngineServer.remove_download)
+
+
+class EngineNodeProxy:
+    """An EngineNodeHandle on an actor that holds an EngineNode."""
+
+    def __init__(self, actor: Actor[EngineNode]) -> None:
+        self._actor = actor
+
+    async def state(self) -> ServerState:
+        """Whether the process lives."""
+        return server_state(await self._actor.state())
+
+    async def launch(self, model: str, meeting: str) -> None:
+        """Start the process, without a wait."""
+        await self._actor.call(EngineNode.launch, model, meeting)
+
+    async def ready(self) -> bool:
+        """True as long as the process that was launched lives."""
+        return await self._actor.call(EngineNode.ready)
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        await self._actor.call(EngineNode.kill)
 
 
 class RouterProxy:

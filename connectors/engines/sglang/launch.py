@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.engines.launch import EngineStart, Launch, free_port
+from millrace.connectors.engines.launch import EngineStart, Launch, Node, free_port
 from millrace.connectors.engines.sglang.server_args import (
     PYTHON_PATH,
     argument,
@@ -36,13 +36,18 @@ COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a tra
 
 
 def launch_sglang(start: EngineStart) -> Launch:
-    """Start SGLang on a free port."""
-    host = start.config.engines.host
+    """Start SGLang on a free port: the whole engine, or its process on one of the nodes that it spans."""
+    host = _host(start.config, start.node)
     port, bootstrap = free_port(host), free_port(host)
     keys = write_sglang_keys(start.folder, start.key)
-    command = sglang_command(start.config, start.model, port, start.index, bootstrap, keys)
+    command = sglang_command(start.config, start.model, port, start.index, bootstrap, keys, start.node)
     patience = start.config.rollout.progress_timeout_s
     return Launch(command, lambda: port, sglang_environment(os.environ, start.address, patience))
+
+
+def _host(config: RunConfig, node: Node | None) -> str:
+    """Where a process listens. On further nodes it answers /health alone, which nobody asks it, so it listens on loopback."""
+    return LOOPBACK[0] if node and node.rank else config.engines.host
 
 
 def write_sglang_keys(folder: Path, key: str) -> Path:
@@ -56,16 +61,25 @@ def write_sglang_keys(folder: Path, key: str) -> Path:
 
 
 def sglang_command(
-    config: RunConfig, model: str, port: int, index: int, bootstrap_port: int, keys: Path
+    config: RunConfig,
+    model: str,
+    port: int,
+    index: int,
+    bootstrap_port: int,
+    keys: Path,
+    node: Node | None = None,
 ) -> list[str]:
     """Start SGLang engine `index` on the GPUs that its process sees.
 
-    bootstrap_port: at which decoding engines meet this one if it only prefills. keys: the file of write_sglang_keys. Raises
-    ConfigError for an option that the installed version does not have.
+    bootstrap_port: at which decoding engines meet this one if it only prefills. keys: the file of write_sglang_keys. node: of the
+    engine's nodes, if it spans several. Raises ConfigError for an option that the installed version does not have.
     """
     e = config.engines
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
-    command += ["--host", e.host, "--port", str(port), "--config", str(keys)]
+    command += ["--host", _host(config, node), "--port", str(port), "--config", str(keys)]
+    if node:
+        command += ["--nnodes", str(e.nodes), "--node-rank", str(node.rank)]
+        command += ["--dist-init-addr", node.meeting]
     command += ["--tp-size", str(e.gpus), "--dtype", config.dtype, "--random-seed"]
     command += [str(config.run.seed + index), "--weight-version", "initial"]
     if config.placement.colocate and "mem_fraction_static" not in e.sglang:

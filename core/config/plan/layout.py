@@ -1,7 +1,7 @@
 """Where trainer and engines run, and which part of a cluster each rank and each engine gets. Pure.
 
-Owns how GPUs and CPUs are bundled: a bundle lies on one node. It holds the GPUs of an engine or of one tensor parallel group,
-of which placement.tensor_over_hosts makes a bundle of each GPU.
+Owns how GPUs and CPUs are bundled: a bundle lies on one node. It holds the GPUs that an engine has on one of engines.nodes, or
+of one tensor parallel group, of which placement.tensor_over_hosts makes a bundle of each GPU.
 If trainer and engines share GPUs, it holds both, so that they stay together on any node.
 """
 
@@ -34,6 +34,7 @@ class Layout:
     engines: int
     prefill: int
     gpus_an_engine: int
+    nodes_an_engine: int
     gpus: int
     placement: str
     sync: str
@@ -61,6 +62,7 @@ def layout_of(config: RunConfig, gpus: int) -> Layout:
         engines=count,
         prefill=e.prefill,
         gpus_an_engine=on_gpus,
+        nodes_an_engine=e.nodes if on_gpus else 1,
         gpus=count * on_gpus + (ranks if cuda and not config.placement.colocate else 0),
         placement=config.placement.ray_address or "a Ray head on this host",
         sync=config.sync_kind,
@@ -116,24 +118,29 @@ def resource_layout(config: RunConfig, gpus: bool, engines: bool = True) -> Reso
     ranks = 0 if config.pipeline.rollouts_only else t.world_size
     group = 1 if config.placement.tensor_over_hosts else t.parallel.tensor
     if config.placement.colocate:
-        size = lcm(group, e.gpus)
+        size = lcm(group, e.gpus // e.nodes)
+        parts = _row(e.count * e.nodes, e.gpus // e.nodes, size) if served else []
         return ResourceLayout(
             _bundles(t.world_size, size, on_gpu),
-            {
-                "trainer": _row(t.world_size, 1, size),
-                "engine": _row(e.count, e.gpus, size) if served else [],
-            },
+            {"trainer": _row(t.world_size, 1, size), **_of_engines(parts, e.nodes)},
         )
     trainer = _bundles(ranks, group, on_gpu)
-    each = max(1, engine_gpus)
-    serving = _bundles(e.count * each, each, engine_gpus > 0) if served else []
+    nodes = e.nodes if engine_gpus else 1
+    each = max(1, engine_gpus // nodes)
+    serving = _bundles(e.count * nodes * each, each, engine_gpus > 0) if served else []
+    parts = [Slot(len(trainer) + i, range(engine_gpus // nodes)) for i in range(len(serving))]
     return ResourceLayout(
         trainer + serving,
-        {
-            "trainer": _row(ranks, 1 if on_gpu else 0, group),
-            "engine": [Slot(len(trainer) + i, range(engine_gpus)) for i in range(len(serving))],
-        },
+        {"trainer": _row(ranks, 1 if on_gpu else 0, group), **_of_engines(parts, nodes)},
     )
+
+
+def _of_engines(parts: list[Slot], nodes: int) -> dict[str, list[Slot]]:
+    """The slots of engines, whose servers answer requests, and of their processes on further nodes. parts: engine by engine."""
+    return {
+        "engine": parts[::nodes],
+        "engine_node": [slot for number, slot in enumerate(parts) if number % nodes],
+    }
 
 
 def _bundles(slots: int, size: int, on_gpu: bool) -> list[dict[str, float]]:

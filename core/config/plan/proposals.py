@@ -11,6 +11,7 @@ from itertools import product
 
 from millrace.core.config import layout_rules, trainer_rules
 from millrace.core.config.megatron_options import stages
+from millrace.core.config.model_preset import GPUS_A_HOST
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.plan.memory import MemoryPart, trainer_memory
 from millrace.core.config.plan.preset_memory import USED
@@ -18,7 +19,6 @@ from millrace.core.config.run_config import RunConfig
 from millrace.core.config.trainer import Parallel
 from millrace.core.families.architecture import Architecture
 
-ON_A_HOST = 8  # GPUs of one host: a tensor parallel group stays on one
 RECOMPUTE = ("none", "selective", "full")
 AXES = ("tensor", "pipeline", "expert")  # which are proposed; others are as configured
 
@@ -83,7 +83,7 @@ def _layouts(config: RunConfig, shape: Architecture, gpus: int) -> Iterator[Para
     """Every split of the GPUs into powers of two, and the configured one."""
     now = config.trainer.parallel
     sizes = [2**power for power in range(gpus.bit_length()) if 2**power <= gpus]
-    hosts = gpus if config.placement.tensor_over_hosts else ON_A_HOST
+    hosts = gpus if config.placement.tensor_over_hosts else GPUS_A_HOST
     splits = product(
         sorted({size for size in sizes if size <= hosts} | {now.tensor}),
         sorted({*sizes, now.pipeline}),
