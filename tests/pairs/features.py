@@ -315,6 +315,10 @@ ENGINES = {
         {**GPU, "engines.prefill": 1, "engines.count": 2},
         elsewhere=Elsewhere(ON_GPUS, "tests/connectors/sglang/test_prefill.py"),
     ),
+    "over_nodes": Feature(
+        {**GPU, "engines.gpus": 2, "engines.nodes": 2, "placement.tensor_over_hosts": True},
+        elsewhere=Elsewhere(ON_GPUS, "tests/gpu/test_two_nodes_on_gpus.py"),
+    ),
     "speculative": Feature(
         {**GPU, "engines.sglang.speculative_algorithm": "NGRAM"},
         elsewhere=Elsewhere(ON_GPUS, "tests/gpu/test_speculative_decoding.py"),

@@ -171,7 +171,8 @@ ROWS: dict[str, Row] = {
         ),
         *_under("trainer.parallel", "tensor pipeline virtual context expert expert_tensor sequence"),
         *_under(
-            "engines", "kind host start_timeout_s restarts count gpus prefill sglang threads max_running"
+            "engines",
+            "kind host start_timeout_s restarts count gpus nodes prefill sglang threads max_running",
         ),
         *_under("engines", "max_total_tokens addresses key router.policy router.options"),
         *_under("placement", "colocate offload_engines offload_trainer ray_address wait_s"),

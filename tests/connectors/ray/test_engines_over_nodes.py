@@ -242,5 +242,6 @@ async def test_a_start_that_lost_a_port_to_another_process_is_made_again(
     assert fleet.restarts == 0
     first = actors.find("engine", 0, EngineServer)
     second = actors.find("engine_node", 0, EngineNode)
-    assert first and second
+    assert first
+    assert second
     assert (await first.state())["starts"] == (await second.state())["starts"] == 2

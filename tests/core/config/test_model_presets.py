@@ -108,6 +108,9 @@ def test_every_layout_fits_its_gpus_and_contradicts_nothing(name: str, tmp_path:
             # the folder has no weights and no tokenizer
             assert [problem for problem in found if problem.field != "model.path"] == []
             assert made.engines.count * made.engines.gpus == gpus == made.trainer.world_size
+            # on hosts of eight GPUs
+            assert made.engines.gpus // made.engines.nodes <= 8
+            assert made.placement.tensor_over_hosts == (made.engines.nodes > 1)
 
 
 @pytest.mark.parametrize(

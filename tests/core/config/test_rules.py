@@ -32,6 +32,7 @@ OF_MEGATRON = {
     "trainer.megatron_ddp.bucket_size": 100,
 }
 SPECULATIVE = ["engines.kind=sglang", "engines.sglang.speculative_algorithm=STANDALONE"]
+OVER_NODES = ["engines.kind=sglang", "engines.gpus=4", "engines.nodes=2", "placement.tensor_over_hosts=true"]
 
 
 def values(*overrides: str) -> dict[str, Any]:
@@ -214,6 +215,13 @@ def test_these_agree(overrides: list[str]) -> None:
         ),
         (["engines.router.policy=power_of_two"], "engines.router.policy"),
         (["engines.prefill=1"], "engines.prefill"),
+        (["engines.gpus=2", "engines.nodes=2"], "engines.nodes"),
+        (["engines.gpus=3", "engines.nodes=2", "placement.tensor_over_hosts=true"], "engines.nodes"),
+        ([*OVER_NODES, "engines.count=2", "engines.prefill=1"], "engines.prefill"),
+        ([*OVER_NODES, "sync={kind: disk, directory: 's3://b/w'}"], "sync.directory"),
+        ([*OVER_NODES, "engines.sglang.pp_size=2"], "engines.sglang.pp_size"),
+        (["engines.kind=embedded", "engines.nodes=2"], "engines.nodes"),
+        (["engines={kind: external, addresses: ['http://localhost:1'], nodes: 2}"], "engines.nodes"),
         (["engines.kind=sglang", "engines.max_total_tokens=10"], "engines.max_total_tokens"),
         (["sync.kind=disk", "sync.bucket_mib=1"], "sync.bucket_mib"),
         (["engines.prefill=1", "engines.count=2", "engines.kind=embedded"], "engines.prefill"),
