@@ -75,8 +75,7 @@ NO_FEATURES: Mapping[str, str] = MappingProxyType(
         "trainer.megatron_optimizer trainer.megatron_ddp trainer.parallel.sequence "
         "trainer.parallel.expert_tensor trainer.deterministic=False",
         "which checkpoints and exports stay": "checkpoint.keep_every checkpoint.export_last=False",
-        "needs a cluster: tests/flows/test_two_nodes.py, tests/connectors/ray/test_placement.py": "placement.ray_address "
-        "placement.tensor_over_hosts",
+        "needs a cluster: tests/flows/test_two_nodes.py, tests/connectors/ray/test_placement.py": "placement.ray_address",
         "needs an account: tests/connectors/test_other_trackers.py": "tracking.trackers=wandb",
     }
 )
