@@ -119,3 +119,46 @@ def test_a_tensor_parallel_rank_by_itself_copies_only_what_is_fused_by_heads(
 ) -> None:
     with workers.group(configuration(model(kind), 1)) as group:
         assert group.run(copied) == [{"q_proj.weight", "k_proj.weight", "v_proj.weight"}]
+
+
+# SGLang makes one weight of both, and only of those that it gets in one request
+JOINED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "parallel", "together"),
+    [
+        ("deepseek_v3", 1, {}, True),
+        ("kimi_k2", 2, {"tensor": 2, "sequence": True}, True),
+        pytest.param("deepseek_v3", 2, {"pipeline": 2}, True, marks=pytest.mark.slow),
+        ("glm4_moe_lite", 1, {}, False),  # its tiny model has no latent of queries
+    ],
+)
+def test_what_an_engine_joins_is_in_one_bucket(
+    kind: str,
+    world: int,
+    parallel: dict[str, Any],
+    together: bool,
+    workers: Workers,
+    model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Buckets that a tensor or two fill: q_a_proj came without the other half, and SGLang kept the former weights."""
+    with workers.group(configuration(model(kind), world, parallel=parallel)) as group:
+        group.call("export", str(tmp_path / "export"), 0)
+        found = group.run(passed)
+    exported = {
+        name: t for file in (tmp_path / "export").glob("*.safetensors") for name, t in load_file(file).items()
+    }
+    for buckets in found:
+        every = {name: tensor for tensors, *_ in buckets for name, tensor in tensors.items()}
+        assert sum(len(tensors) for tensors, *_ in buckets) == len(every)
+        assert every.keys() == exported.keys()
+        assert all(tensor.equal(exported[name]) for name, tensor in every.items())
+        assert all(size <= SIZE or len(tensors) in (1, len(JOINED)) for tensors, size, *_ in buckets)
+        pairs = [
+            sorted(name.rpartition(".self_attn.")[2] for name in tensors if name.endswith(JOINED))
+            for tensors, *_ in buckets
+        ]
+        assert all(len(pair) % 2 == 0 for pair in pairs) == together
+        assert any(pairs)

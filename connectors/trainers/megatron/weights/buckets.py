@@ -1,6 +1,6 @@
 """Weights as a stream of flat buckets under Hugging Face names. Every rank gets every bucket.
 
-Owns the cut of the stream, the broadcast of tensors that only some ranks hold (a pipeline stage, experts), and one reused
+Owns the cut of the stream, and which tensors stay together, the broadcast of tensors that only some ranks hold (a pipeline stage, experts), and one reused
 buffer: the extra memory is one bucket for any model. Knows nothing of the receivers.
 """
 
@@ -23,6 +23,10 @@ from millrace.core.families.architecture import architecture
 from millrace.core.families.tensors import stacked_names
 
 DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_tensor
+# SGLang makes one weight of both, and drops without a word the half that comes in a request without the other
+JOINED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+Unit = list[tuple[str, Tensor]]
+"""Tensors of one type, with their names, that one bucket holds: one tensor, or those that engines join."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class TensorGroup:
 class BucketStream:
     """One pass over the weights. All ranks step through it together; a bucket is valid until the next one.
 
-    The tensors of a bucket have one type. `size`: bytes of a bucket; a larger tensor gets a separate, larger bucket. `share`: make a handle with which other
+    The tensors of a bucket have one type. `size`: bytes of a bucket; a larger unit gets a separate, larger bucket. `share`: make a handle with which other
     processes on this GPU can open the bucket.
     """
 
@@ -64,12 +68,12 @@ class BucketStream:
 
     def _buckets(self, section: TensorGroup) -> Iterator[tuple[list[TensorEntry], bool]]:
         """Fill the buffer with each bucket of a section in turn; yields its entries, and whether more buckets follow."""
-        tensors: Iterator[tuple[str, Tensor]] = iter(())
+        units: Iterator[Unit] = iter(())
         if dist.get_rank() in section.gatherers:
-            tensors = hf_tensors(self._model, self._hf, section.experts)
-        pending, more = next(tensors, None), True
+            units = _units(hf_tensors(self._model, self._hf, section.experts), self._hf)
+        pending, more = next(units, None), True
         while more:
-            entries, pending = self._fill(pending, tensors)
+            entries, pending = self._fill(pending, units)
             more = pending is not None
             if section.broadcast:
                 message = [(entries, more)]
@@ -79,20 +83,22 @@ class BucketStream:
                 dist.broadcast(self._buffer_of(end)[:end], src=section.owner)
             yield entries, more
 
-    def _fill(
-        self, pending: tuple[str, Tensor] | None, tensors: Iterator[tuple[str, Tensor]]
-    ) -> tuple[list[TensorEntry], tuple[str, Tensor] | None]:
-        """Put as many tensors as fit, at least one, into the buffer; returns their entries and the first tensor that did not fit."""
+    def _fill(self, pending: Unit | None, units: Iterator[Unit]) -> tuple[list[TensorEntry], Unit | None]:
+        """Put as many units as fit, at least one, into the buffer; returns its entries and the first unit that did not fit."""
         entries: list[TensorEntry] = []
         start = 0
         while pending is not None:
-            name, tensor = pending
-            end, dtype = start + tensor.nbytes, str(tensor.dtype).removeprefix("torch.")
-            if entries and (end > self._size or dtype != entries[-1].dtype):
+            whole = start + sum(tensor.nbytes for _, tensor in pending)
+            dtype = str(pending[0][1].dtype).removeprefix("torch.")
+            if entries and (whole > self._size or dtype != entries[-1].dtype):
                 break
-            self._buffer_of(end)[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            entries.append(TensorEntry(name, tuple(tensor.shape), dtype, start, end))
-            start, pending = end, next(tensors, None)
+            buffer = self._buffer_of(whole)
+            for name, tensor in pending:
+                end = start + tensor.nbytes
+                buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                entries.append(TensorEntry(name, tuple(tensor.shape), dtype, start, end))
+                start = end
+            pending = next(units, None)
         return entries, pending
 
     def _buffer_of(self, needed: int) -> Tensor:
@@ -100,6 +106,22 @@ class BucketStream:
         if self._buffer is None or self._buffer.numel() < needed:
             self._buffer = torch.empty(max(self._size, needed), dtype=torch.uint8, device=self._device)
         return self._buffer
+
+
+def _units(tensors: Iterator[tuple[str, Tensor]], hf: dict[str, Any]) -> Iterator[Unit]:
+    """The tensors, with those of a layer that engines join held until all of them are there."""
+    joined = JOINED if architecture(hf).q_rank else ()
+    held: dict[str, Unit] = {}
+    for name, tensor in tensors:
+        layer, _, rest = name.partition(".self_attn.")
+        if rest not in joined:
+            yield [(name, tensor)]
+            continue
+        unit = held.setdefault(layer, [])
+        unit.append((name, tensor))
+        if len(unit) == len(joined):
+            yield held.pop(layer)
+    assert not held, f"a rank has only a part of what engines join, in {sorted(held)}"
 
 
 def _sections(model: RankModel, hf: dict[str, Any]) -> list[TensorGroup]:
