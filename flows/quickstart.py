@@ -79,7 +79,9 @@ def run_quickstart(
         console.print(line, soft_wrap=True)
     before, after = points[min(points)], points[max(points)]
     seconds = time.perf_counter() - started
-    write_line(f"quickstart: accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s (seed {seed})")
+    write_line(
+        f"quickstart: accuracy {before:.3f} -> {after:.3f} (seed {seed}); this start took {seconds:.0f} s"
+    )
 
 
 def prepare(config: RunConfig) -> None:

@@ -60,7 +60,7 @@ def verify(run: str, root: RootOption = "runs") -> None:
     for problem in verdict.problems:
         console.print(f"  {problem}", soft_wrap=True)
     if verdict.strangers:
-        console.print(f"{len(verdict.strangers)} files that no manifest names; nothing reads them:")
+        console.print(f"files that no manifest names; nothing reads them ({len(verdict.strangers)}):")
         for path in verdict.strangers[:SHOWN]:
             console.print(f"  {path}", soft_wrap=True)
         if len(verdict.strangers) > SHOWN:

@@ -78,7 +78,7 @@ def test_a_recipe_makes_a_folder_whose_run_names_what_is_there_or_made(
     assert not [path for path in named if path and Path(path).is_absolute()]
     assert config.run.prepare or config.model.path.startswith("Qwen/")
     train, held_out = rows(Path("train.jsonl")), rows(Path("held_out.jsonl"))
-    assert len(train) == len(held_out) == ROWS
+    assert {"train": len(train), "held_out": len(held_out)} == ROWS
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
     score = reward_in(Path())
     for row in [*train, *held_out]:
