@@ -91,6 +91,7 @@ OWN: dict[str, dict[str, Any]] = {
         "intermediate_size": 384,
         "num_local_experts": 8,
         "sliding_window": 8,
+        "swiglu_limit": 7.0,  # transformers before 5.19 takes no other
         "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
     },
     "glm4_moe": SIGMOID,
@@ -105,14 +106,14 @@ WRITTEN: dict[str, dict[str, Any]] = {
 
 
 def smooth(family: str) -> dict[str, Any]:
-    """Changes with which rounding turns no choice: a token uses all experts, and no limit cuts their values."""
+    """Changes with which rounding turns no choice: a token uses all experts."""
     own = OWN[family]
     changes: dict[str, Any] = {}
     for experts in (own[key] for key in EXPERT_COUNTS if key in own):
         changes["num_experts_per_tok"] = experts
     if "n_routed_experts" in own:
         changes |= {"n_group": 1, "topk_group": 1}
-    return changes | ({"swiglu_limit": 7.0} if family == "gpt_oss" else {})
+    return changes
 
 
 def save_model(folder: Path, family: str, **changes: Any) -> Path:
