@@ -32,6 +32,9 @@ ROUTER_MISSING = (
     "pip install 'millrace[router]', or leave it out: millrace's dispatcher needs nothing",
 )
 FOREVER_S = 10 * 365 * 24 * 3600  # no time limit: millrace checks progress instead
+IN_SERVER = "millrace_in_sglang"
+# classes of models that SGLang does not serve right through updates of weights unless its process loads IN_SERVER
+CORRECTED = frozenset({"Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"})
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
 
@@ -42,7 +45,10 @@ def launch_sglang(start: EngineStart) -> Launch:
     keys = write_sglang_keys(start.folder, start.key)
     command = sglang_command(start.config, start.model, port, start.index, bootstrap, keys, start.node)
     patience = start.config.rollout.progress_timeout_s
-    return Launch(command, lambda: port, sglang_environment(os.environ, start.address, patience))
+    environment = sglang_environment(os.environ, start.address, patience)
+    if not CORRECTED.isdisjoint(_model_classes(start.model)):
+        environment = with_corrections(environment)
+    return Launch(command, lambda: port, environment)
 
 
 def _host(config: RunConfig, node: Node | None) -> str:
@@ -140,6 +146,22 @@ def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_
     if libraries:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
     return environment
+
+
+def with_corrections(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a server that also loads `in_server`, by SGLang's own setting for packages with models."""
+    folders = [environment.get("PYTHONPATH", ""), str(Path(__file__).parent / "in_server")]
+    corrections = {
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": IN_SERVER,
+    }
+    return {**environment, **corrections}
+
+
+def _model_classes(model: str) -> list[str]:
+    """The classes that a model's config.json names."""
+    classes: list[str] | None = json.loads((Path(model) / "config.json").read_text()).get("architectures")
+    return classes or []
 
 
 def _cuda_runtime() -> list[str]:
