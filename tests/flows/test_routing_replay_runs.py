@@ -13,6 +13,8 @@ from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.routed_experts import RoutingFormat
+from tests.soak.forms import FORMS, MODULES, TAILED, overrides, tailed_rows
+from tests.soak.rollouts import NOTES
 from tests.support.flow_runs import Workplace, failures, final_weights, generated, trained
 
 REPLAY = "rollout.routing_replay=true"
@@ -73,3 +75,39 @@ def test_a_run_trains_with_the_experts_of_its_engine_and_a_killed_one_ends_alike
     assert final_weights(killed) == final_weights(run)
     replayed = workplace.call("replay", "a", "--root", str(tmp_path / "killed"), "--from", "0", "--to", "2")
     assert "equal" in replayed
+
+
+PPO = ["algorithm.preset=ppo", "algorithm.advantage.critic.lr=1e-3", "algorithm.kl_coef=0.1"]
+TEACHER = ["algorithm.distillation_coef=0.5", "algorithm.teacher=model"]
+BESIDE = {
+    **{
+        form: overrides(form)
+        for form in ("tool", "restart", "sent_again", "deferred", "deferred_ahead", "deferred_shards")
+    },
+    **{form: overrides(form) for form in ("eager", "passes", "reuse", "shards")},
+    "kept": [*overrides("sent_again"), "pipeline.on_update=keep"],
+    "critic, reference": PPO,
+    "dense teacher": TEACHER,
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [name if name == "deferred_ahead" else pytest.param(name, marks=pytest.mark.slow) for name in BESIDE],
+)
+def test_replay_goes_with_other_features(
+    workplace: Workplace, model: Path, tmp_path: Path, form: str
+) -> None:
+    """Each sample has its rows, however it was made, and steps that are made again have the same bits."""
+    for name, text in MODULES.items():
+        (workplace.folder / name).write_text(text)
+    (workplace.folder / TAILED).write_text(tailed_rows())
+    workplace.environment[NOTES] = str(tmp_path / "notes.txt")
+    run = tmp_path / "a"
+    out = workplace.train(tmp_path, f"model.path={model}", REPLAY, *BESIDE[form])
+    assert not failures(run), out
+    if form in FORMS:
+        assert FORMS[form].at_work(run)
+    check_rows(run, model)
+    assert all(0.5 < step["routing_agreement"] <= 1 for step in steps(run))
+    assert "equal" in workplace.call("replay", "a", "--root", str(tmp_path), "--from", "0", "--to", "3")

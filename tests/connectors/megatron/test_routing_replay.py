@@ -15,13 +15,23 @@ import torch
 from torch import Tensor
 
 from examples.plain_rl import grpo_loss
+from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.megatron.chunks import hash_of
+from millrace.connectors.trainers.megatron.packing import read_rows
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.registry import BUILT_IN
 from millrace.core.families.routed_experts import RoutingFormat
 from tests.connectors.megatron.test_layout_parity import REFUSED, SPLITS, gradients, stored
 from tests.support.plain_trainer import Plain
-from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
+from tests.support.trainer_ranks import (
+    RankFailedError,
+    Workers,
+    configuration,
+    log_probabilities,
+    samples,
+    write_batch,
+)
 
 MIXTURES = [family.name for family in BUILT_IN if family.has("router.weight")]
 
@@ -156,3 +166,80 @@ def agreed(rank: Any) -> float:
     with rank._working("train"):
         metrics = rank.learner.forward_backward(rank.learner.rank_batch(1, url, rows, sha256), 1)
     return float(metrics["routing_agreement"])
+
+
+def values_of(rank: Any, url: str, name: str) -> dict[str, list[float]]:
+    """Values of a step's response tokens, by sample."""
+    with rank._working("train"):
+        batch = rank.learner.rank_batch(1, url, rank._read(url))
+    parts = batch.per_token[name].cpu().split([row.response_length for row in batch.rows])
+    return {row.sample_id: part.tolist() for row, part in zip(batch.rows, parts, strict=True)}
+
+
+def test_the_old_policy_replays_and_the_reference_and_a_teacher_choose_themselves(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The reference is the policy's own weights here, and the guard takes the KL that other experts give."""
+    folder = model("qwen3_moe")
+    rows = with_experts(samples(1), form_of(folder))
+    url = write_batch(tmp_path / "batch", rows)
+    algorithm = {
+        "kl_coef": 0.1,
+        "old_logprobs": "recompute",
+        "distillation_coef": 0.5,
+        "teacher": str(folder),
+    }
+    forced, own = Forced(folder), Plain(folder)
+    expected = {"old": forced, "ref": own, "teacher": own}
+    with workers.group(replaying(folder, algorithm=algorithm)) as group:
+        found = {name: group.run(values_of, url, name)[0] for name in expected}
+        metrics = group.train([1], url)[0]
+    for name, plain in expected.items():
+        for row in rows:
+            assert found[name][row["sample_id"]] == pytest.approx(plain.logprobs(row).tolist(), abs=1e-4), (
+                name
+            )
+    assert metrics["kl"] > 1e-6, "more than the guard stands of a reference that is the policy"
+
+
+def spoiled(rows: list[dict[str, Any]], form: RoutingFormat) -> dict[str, tuple[bytes | None, str]]:
+    """Other bytes for a row with a loss on its last token, and why they are refused."""
+    (row,) = (row for row in rows if row["sample_id"] == "s1-1")
+    data = row["routed_experts"]
+    return {
+        "none": (None, "it was stored without any"),
+        "too few": (data[: -form.width], "of which"),
+        "half a row": (data[:-1], "are no rows"),
+        "one for the last token": (data + data[: form.width], "rows for"),
+        "no such expert": (b"\x09" * len(data), "row 0 has expert 9"),
+    }
+
+
+@pytest.mark.parametrize(
+    "case", ["none", "too few", "half a row", "one for the last token", "no such expert"]
+)
+def test_a_batch_whose_experts_do_not_fit_is_refused_by_name(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, case: str
+) -> None:
+    folder = model("qwen3_moe")
+    form = form_of(folder)
+    rows = with_experts(samples(1), form)
+    data, reason = spoiled(rows, form)[case]
+    changed = [{**row, "routed_experts": data} if row["sample_id"] == "s1-1" else row for row in rows]
+    url = write_batch(tmp_path / "batch", changed)
+    with workers.group(replaying(folder)) as group, pytest.raises(RankFailedError) as caught:
+        group.train([1], url)
+    assert "sample s1-1 has no experts that could be replayed" in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_early_passes_count_only_for_the_same_experts(model: Callable[..., Path], tmp_path: Path) -> None:
+    """With pipeline.eager: a chunk's hash covers its experts."""
+    form = form_of(model("qwen3_moe"))
+    hashes = []
+    for seed in (0, 0, 1):
+        url = write_batch(tmp_path / f"{len(hashes)}", with_experts(samples(1), form, seed))
+        hashes.append(
+            hash_of(read_rows(Store(str(Path(url).parent)).read_table("batch.parquet", "batch")), 0)
+        )
+    assert hashes[0] == hashes[1] != hashes[2]
