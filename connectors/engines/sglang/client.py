@@ -139,7 +139,7 @@ class SglangClient(WatchedEngine, Connection):
         asked = request.experts
         if asked is None or not made:
             return None
-        if meta.get("num_retractions") and "routed_experts" not in meta:
+        if meta.get("num_retractions") and meta.get("routed_experts") is None:
             return RoutedRows(asked.form.width, b"")  # it ended while it waited to be computed again
         try:
             rows = len(request.input_ids) + made - 1 - asked.first
