@@ -58,7 +58,7 @@ def _refused(family: str) -> str:
         if name == family and split not in by_reason.setdefault(reason, []):
             by_reason[reason].append(split)
     said = ["those of experts"] if by_reason.pop(parity.WITHOUT_EXPERTS, None) else []
-    said += [f"{', '.join(splits)}: {reason}" for reason, splits in by_reason.items()]
+    said += [f"{', '.join(splits)}. Reason: {reason}" for reason, splits in by_reason.items()]
     return "; ".join(said) or "none"
 
 

@@ -65,6 +65,7 @@ SPLITS = {
     ),
     "cp2": Split(2, {"context": 2}),
     "pp2 cp2": Split(4, {"pipeline": 2, "context": 2}),
+    "tp2 cp2": Split(4, {"tensor": 2, "sequence": True, "context": 2}),
     "tp2 cp2 of one key head": Split(4, {"tensor": 2, "sequence": True, "context": 2}, model=ONE_KEY_HEAD),
     "ep2": Split(2, {"expert": 2}),
     "tp2 ep2": Split(2, {"tensor": 2, "sequence": True, "expert": 2}),
@@ -101,6 +102,7 @@ USUAL = [  # others are slow
     ("qwen3, tied", "vpp2"),
     ("qwen3_moe", "pp2 by a layout"),
     ("qwen3_moe", "etp2"),
+    ("deepseek_v3", "tp2 cp2"),
 ]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2, "sequence": True},
@@ -148,6 +150,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2}),
     "windows": ("mistral", {"sliding_window": 3}),
     "sinks, one key head": ("gpt_oss", {"num_key_value_heads": 1}),
+    "latents, three heads": ("deepseek_v3", {"num_attention_heads": 3, "num_key_value_heads": 3}),
     "windows, one key head": ("mistral", {"sliding_window": 3, "num_key_value_heads": 1}),
 }
 TABLE = [
@@ -165,6 +168,7 @@ TABLE = [
     *((variant, layout, "all of it") for variant in VARIANTS if "moe" in variant for layout in LAYOUTS),
     *(("windows", layout, "temperature 0.6") for layout in ("tp2", "pp2", "cp2")),
     ("windows, one key head", "cp2", "temperature 0.6"),
+    ("latents, three heads", "cp2", "temperature 0.6"),
     ("sinks, one key head", "cp2", "temperature 0.6"),
 ]
 TABLE = list(dict.fromkeys(TABLE))

@@ -88,27 +88,36 @@ class PackedAttention(torch.nn.Module):
         """query [T, heads, d], key [T, kv_heads, d], value [T, kv_heads, dv] of this rank -> [T, heads * dv]."""
         assert packed_seq_params is not None, "only packed sequences are supported"
         bounds = tuple(packed_seq_params.bounds)
-        size, width = self.cp_group.size(), value.shape[-1]
-        if query.shape[-1] != width and (size > 1 or query.is_cuda):
-            # kernels, and exchanges of all three together, want one width; zeros change no score
+        size, rank, width = self.cp_group.size(), self.cp_group.rank(), value.shape[-1]
+        sinks = self.softmax_offset
+        if size > 1:
+            query, key, value = self.exchange(query, key, value, bounds)
+        if query.is_cuda and query.shape[-1] != width:  # kernels want one width; zeros change no score
             widest = max(width, query.shape[-1])
             query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
         if size == 1:
-            out = self._attend(query, key, value, packed_seq_params, self.softmax_offset)
+            out = self._attend(query, key, value, packed_seq_params, sinks)[..., :width]
         elif self.by_heads:
-            query, key, value = tokens_to_heads(query, key, value, bounds, self.cp_group)
-            sinks = self.softmax_offset
-            if sinks is not None:
-                sinks = sinks.chunk(size)[self.cp_group.rank()]
-            out = self._attend(query, key, value, packed_seq_params, sinks)
+            share = None if sinks is None else sinks.chunk(size)[rank]
+            out = self._attend(query, key, value, packed_seq_params, share)[..., :width]
             out = heads_to_tokens(out, bounds, self.cp_group)
         else:
-            key = gather_sequences(key, bounds, self.cp_group)
-            value = gather_sequences(value, bounds, self.cp_group)
-            rank = self.cp_group.rank()
-            sinks = self.softmax_offset
             out = _attend_zigzag(query, key, value, self.scale, self.window, sinks, bounds, size, rank)
-        return out[..., :width].reshape(out.shape[0], -1)
+            out = out[..., :width]
+        return out.reshape(out.shape[0], -1)
+
+    def exchange(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What this rank attends with, of its tokens' heads: a share of the heads of the whole pack, or the pack's keys and values."""
+        if self.by_heads:
+            query, key, value = tokens_to_heads([query, key, value], bounds, self.cp_group)
+            return query, key, value
+        return (
+            query,
+            gather_sequences(key, bounds, self.cp_group),
+            gather_sequences(value, bounds, self.cp_group),
+        )
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, params: PackBounds, sinks: Tensor | None

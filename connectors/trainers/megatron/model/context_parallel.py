@@ -44,20 +44,17 @@ def chunk_spans(bounds: tuple[int, ...], size: int, rank: int) -> tuple[tuple[Sp
 
 
 def gather_sequences(local: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
-    """Keys or values [T / size, ...] of all ranks in the pack's order [T, ...]; backward sums each rank's part."""
+    """Keys, values or latents [T / size, ...] of all ranks in the pack's order [T, ...]; backward sums each rank's part."""
     out: Tensor = _GatherSequences.apply(local, bounds, group)
     return out
 
 
-def tokens_to_heads(
-    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...], group: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def tokens_to_heads(tensors: Sequence[Tensor], bounds: tuple[int, ...], group: Any) -> tuple[Tensor, ...]:
     """Each [T / size, heads, d] of this rank's tokens -> [T, heads / size, d] in the pack's order, in one exchange."""
-    shares = [x.shape[1] // group.size() for x in (query, key, value)]
-    by_rank = [x.unflatten(1, (group.size(), -1)) for x in (query, key, value)]
+    by_rank = [x.unflatten(1, (group.size(), -1)) for x in tensors]
+    shares = [x.shape[2] for x in by_rank]
     out: Tensor = _ExchangeHeads.apply(torch.cat(by_rank, dim=2), _to_heads, _to_tokens, bounds, group)
-    query, key, value = out.split(shares, dim=1)
-    return query, key, value
+    return out.split(shares, dim=1)
 
 
 def heads_to_tokens(heads: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:

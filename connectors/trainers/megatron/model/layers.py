@@ -142,8 +142,10 @@ class OverPacks(Attention):
     `rotary_pos_emb` holds the cosines and sines of this rank's tokens [2, T, d / 2], computed by PolicyModel.
     """
 
-    def heads(self, hidden_states: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, heads, d], keys [T, groups, d] and values [T, groups, dv] of [T, 1, H]."""
+    def heads(
+        self, hidden_states: Tensor, table: Tensor, params: PackBounds
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, heads, d], keys [T, groups, d] and values [T, groups, dv] of [T, 1, H], as the core attention takes them."""
         raise NotImplementedError
 
     def forward(
@@ -157,7 +159,8 @@ class OverPacks(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] -> [T, 1, H], and the projection's bias."""
         assert rotary_pos_emb is not None, "only rotary positions are supported"
-        query, key, value = self.heads(hidden_states, rotary_pos_emb)
+        assert packed_seq_params is not None, "only packed sequences are supported"
+        query, key, value = self.heads(hidden_states, rotary_pos_emb, packed_seq_params)
         if self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(
                 query, key, value, attention_mask,
@@ -172,7 +175,9 @@ class OverPacks(Attention):
 class PackedSelfAttention(OverPacks, SelfAttention):
     """Self-attention over a pack, with split, norms and rotary positions of the heads in one pass."""
 
-    def heads(self, hidden_states: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(
+        self, hidden_states: Tensor, table: Tensor, params: PackBounds
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See OverPacks."""
         groups, tensor = self.config.num_query_groups, self.config.tensor_model_parallel_size
         if groups < tensor:  # a group's heads are on several ranks, and megatron gathers them

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
 from millrace.connectors.trainers.megatron.model.fused import rotary_table
-from millrace.connectors.trainers.megatron.model.latent_attention import PackedLatentAttention
+from millrace.connectors.trainers.megatron.model.latent_attention import LatentCore, PackedLatentAttention
 from millrace.connectors.trainers.megatron.model.layers import (
     BranchNormLayer,
     ClampedGate,
@@ -222,7 +222,7 @@ def _layer_spec(tc: TransformerConfig, arch: Architecture, mixture: bool, router
     if mixture and router is not None:
         feed_forward.router = router
     attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = LatentCore if arch.kv_rank else PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     if tc.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
