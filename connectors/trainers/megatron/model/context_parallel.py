@@ -54,7 +54,7 @@ def tokens_to_heads(tensors: Sequence[Tensor], bounds: tuple[int, ...], group: A
     by_rank = [x.unflatten(1, (group.size(), -1)) for x in tensors]
     shares = [x.shape[2] for x in by_rank]
     out: Tensor = _ExchangeHeads.apply(torch.cat(by_rank, dim=2), _to_heads, _to_tokens, bounds, group)
-    return out.split(shares, dim=1)
+    return tuple(out.split(shares, dim=1))
 
 
 def heads_to_tokens(heads: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:

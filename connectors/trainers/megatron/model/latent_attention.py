@@ -145,9 +145,13 @@ class PackedLatentAttention(OverPacks):
 
     def _for_own_heads(self, x: Tensor) -> Tensor:
         """[T, 1, d] of all tokens. Backward sums over tensor parallel ranks, whose heads each give a part of the gradient."""
-        if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(x, group=self.pg_collection.tp)
-        return copy_to_tensor_model_parallel_region(x, group=self.pg_collection.tp)
+        over = (
+            gather_from_sequence_parallel_region
+            if self.config.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        out: Tensor = over(x, group=self.pg_collection.tp)
+        return out
 
     def _keys_and_values(self, both: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, heads, d] of the up projection's output [T, ...] and the keys' positions [T, 1, rotary]."""
