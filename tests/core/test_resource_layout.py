@@ -60,6 +60,42 @@ def test_a_tensor_parallel_group_that_may_span_hosts_is_a_bundle_of_each_gpu(sha
     assert found.of["trainer"] == [Slot(rank, range(1)) for rank in range(4)]
 
 
+def test_an_engine_over_nodes_is_a_bundle_on_each() -> None:
+    found = resource_layout(
+        config(
+            trainer={"world_size": 2},
+            engines={"kind": "sglang", "count": 2, "gpus": 8, "nodes": 4},
+            placement={"tensor_over_hosts": True},
+        ),
+        gpus=True,
+    )
+    assert found.bundles == [{"CPU": 1, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}] * 8
+    assert found.of["engine"] == [Slot(2, range(2)), Slot(6, range(2))]
+    assert found.of["engine_node"] == [Slot(at, range(2)) for at in (3, 4, 5, 7, 8, 9)]
+
+
+def test_colocated_each_node_of_an_engine_has_the_gpus_of_its_ranks() -> None:
+    found = resource_layout(
+        config(
+            trainer={"world_size": 8, "parallel": {"tensor": 4}},
+            engines={"kind": "sglang", "count": 2, "gpus": 4, "nodes": 2},
+            placement={"tensor_over_hosts": True, "colocate": True},
+        ),
+        gpus=True,
+    )
+    assert found.bundles == [{"CPU": 2, "GPU": 2}] * 4
+    assert found.of["trainer"] == [Slot(rank // 2, range(rank % 2, rank % 2 + 1)) for rank in range(8)]
+    assert found.of["engine"] == [Slot(0, range(2)), Slot(2, range(2))]
+    assert found.of["engine_node"] == [Slot(1, range(2)), Slot(3, range(2))]
+
+
+def test_without_gpus_embedded_engines_span_nothing() -> None:
+    engines = {"gpus": 2, "nodes": 2}
+    found = resource_layout(config(engines=engines, placement={"tensor_over_hosts": True}), gpus=False)
+    assert found.bundles == [{"CPU": 1}] * 2
+    assert found.of["engine_node"] == []
+
+
 @pytest.mark.parametrize(("tensor", "gpus"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (3, 2)])
 def test_colocated_an_engine_has_exactly_the_gpus_of_its_ranks(tensor: int, gpus: int) -> None:
     world = 12

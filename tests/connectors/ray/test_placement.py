@@ -145,7 +145,7 @@ async def test_what_uses_no_gpu_sees_none(joined_nodes: RayNodes) -> None:
     ("sections", "said"),
     [
         ({"trainer": {"world_size": 5}}, r"6 GPUs \(the cluster has 4"),
-        ({"engines": {"gpus": 3}}, r"4 GPUs .*, 3 of them on one node; nodes alive: 2"),
+        ({"engines": {"gpus": 2, "count": 2}}, r"5 GPUs .*, 2 of them on one node; nodes alive: 2"),
         ({"trainer": {"world_size": 9, "device": "cpu"}}, r"10 CPUs \(the cluster has 8"),
     ],
 )
@@ -166,6 +166,25 @@ async def test_a_tensor_parallel_group_spans_hosts_only_if_it_is_asked_for(joine
     asked = config(joined_nodes, trainer=trainer, placement={"tensor_over_hosts": True})
     places = placement.Reservation(asked, engines=False).places("trainer")
     assert [place.environment for place in places] == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "0101"]
+    assert len({place.node for place in places}) == 2
+
+
+async def test_an_engine_spans_hosts_only_if_it_is_asked_for(joined_nodes: RayNodes) -> None:
+    engines = {"kind": "sglang", "gpus": 4}
+    trainer = {"device": "cpu"}
+    with pytest.raises(ConfigError, match=r"4 of its GPUs .*the largest host has 2 GPUs") as refused:
+        placement.Reservation(config(joined_nodes, engines=engines, trainer=trainer)).places("engine")
+    assert refused.value.where == "engines.gpus = 4"
+    assert "set engines.nodes=2 and placement.tensor_over_hosts=true" in refused.value.remedy
+    asked = config(
+        joined_nodes,
+        engines={**engines, "nodes": 2},
+        trainer=trainer,
+        placement={"tensor_over_hosts": True},
+    )
+    reservation = placement.Reservation(asked)
+    places = [*reservation.places("engine"), *reservation.places("engine_node")]
+    assert [place.environment for place in places] == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
     assert len({place.node for place in places}) == 2
 
 
