@@ -258,12 +258,12 @@ GLM4_TEMPLATE = (
 OWN_TOKENIZER = "Its tokenizer is code, which is not run: give model.tokenizer a folder with tokenizer.json."
 DEEPSEEK_SAMPLING = "temperature 0.6, top_p 0.95"
 DEEPSEEK_NOTES = (
-    "V3.1 thinks if chat_template_kwargs has thinking: true, R1 always; earlier thinking is dropped. In bfloat16 an engine takes more "
-    "than a host of 8 GPUs: engines.kind: external."
+    "V3.1 thinks if chat_template_kwargs has thinking: true, R1 always; earlier thinking is dropped. In bfloat16 an engine "
+    "takes 16 GPUs of 141 GB or 32 of 80 GB, and engines.nodes is set for hosts of 8."
 )
 KIMI_NOTES = (
-    "Only K2-Thinking thinks. A call's id is functions.NAME:NUMBER, and its answer names it. In bfloat16 an engine takes more than a "
-    f"host of 8 GPUs: engines.kind: external. {OWN_TOKENIZER}"
+    "Only K2-Thinking thinks. A call's id is functions.NAME:NUMBER, and its answer names it. In bfloat16 an engine takes 32 GPUs of "
+    f"141 GB, and engines.nodes is set for hosts of 8. {OWN_TOKENIZER}"
 )
 GLM45_NOTES = (
     "Thinking is on unless chat_template_kwargs has enable_thinking: false; before messages of the user earlier thinking is dropped. "

@@ -16,13 +16,17 @@ import pytest_asyncio
 
 from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.process import EngineNode, EngineServer
+from millrace.connectors.engines.sglang.client import SglangClient
+from millrace.connectors.engines.weight_update import load_by_broadcast
 from millrace.connectors.ray import actors
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.engines import Engines
+from tests.support.fleets import checksums
 from tests.support.flow_runs import Patience
 from tests.support.ray_nodes import RayNodes, ray_nodes, token_of
+from tests.support.sent_weights import Sending
 from tests.support.sglang_stand_in import FAILS, install
 
 if sys.platform != "linux":
@@ -184,6 +188,30 @@ async def test_requests_that_run_when_the_second_node_loses_its_process_are_sent
     found = await asyncio.gather(*running)
     assert len({tuple(each.output_ids) for each in found}) == 1
     assert dispatcher.retries
+
+
+@pytest.mark.parametrize("kind", ["disk", "broadcast"])
+async def test_weights_reach_the_processes_on_all_nodes(
+    kind: str, drivers: list[Driver], other_model: Path
+) -> None:
+    fleet = await drivers[0].ready()
+    sending = Sending(other_model)
+    try:
+        load = load_by_broadcast(sending.stream, sending, 2, {})
+        for version in (2, 3):  # the second time in the same group
+            await fleet.update_weights(load if kind == "broadcast" else str(other_model), version)
+            assert fleet.unconfirmed(version) == []
+        assert len(sending.groups) == (kind == "broadcast")
+    finally:
+        sending.close_broadcast()
+    second = processes(drivers[0])[1].cmdline()
+    client = SglangClient(f"http://127.0.0.1:{option(second, '--port')}", "second")
+    held = await client.weights.checksum()
+    await client.close()
+    (first,) = await checksums(fleet)
+    assert held == first
+    await fleet.update_weights(drivers[0].config.model.path, 4)
+    assert await checksums(fleet) != [first]
 
 
 async def test_a_later_driver_finds_the_engine_as_it_was(drivers: list[Driver]) -> None:
