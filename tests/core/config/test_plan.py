@@ -13,6 +13,7 @@ from millrace.core.config.plan.memory import BYTES_PER_LOGPROB
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.run_config import RunConfig
 from millrace.core.families.architecture import architecture
+from millrace.flows.preflight.plan_table import _layout
 from tests.support.qwen3 import QWEN3_06B
 
 MOE = {
@@ -100,6 +101,17 @@ def test_layout_follows_the_gpus_of_the_host(tmp_path: Path) -> None:
         4 + 6,
     )
     assert (on_cpu.device, on_cpu.engine_kind.name, on_cpu.gpus) == ("cpu", "embedded", 0)
+
+
+def test_an_engine_over_nodes_is_counted_and_printed(tmp_path: Path) -> None:
+    over = ["engines.gpus=16", "engines.nodes=2", "placement.tensor_over_hosts=true"]
+    settings = config(tmp_path, "engines.count=2", *over)
+    on_gpus = make_plan(settings, gpus=8)
+    assert (on_gpus.layout.gpus, on_gpus.layout.nodes_an_engine) == (1 + 32, 2)
+    assert dict(_layout(on_gpus))["engines"].startswith("2 sglang × 16 GPUs on 2 nodes;")
+    on_cpu = make_plan(settings, gpus=0)
+    assert on_cpu.layout.nodes_an_engine == 1
+    assert dict(_layout(on_cpu))["engines"].startswith("2 embedded on CPU;")
 
 
 def test_memory_of_bf16_adam(tmp_path: Path) -> None:
