@@ -19,6 +19,7 @@ from millrace.connectors.ray.actors import Actor, HeldPart
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import EngineHandle, RouterHandle
 from millrace.core.errors import ActorLostError
+from millrace.core.waits import CANCEL_S
 from millrace.tasks.runtime.cluster import Cluster, check_network
 from millrace.tasks.runtime.proxies import EngineNodeProxy, EngineProxy, RouterProxy
 
@@ -67,7 +68,7 @@ class Engines:
         """Close connections; the actors keep the processes."""
         if self._watching:
             self._watching.cancel()
-            await asyncio.wait([self._watching])
+            await asyncio.wait([self._watching], timeout=CANCEL_S)
             self._watching = None
         if self._fleet:
             await self._fleet.close()

@@ -91,6 +91,7 @@ ROWS = {
         "asyncio.sleep": "until requests that were aborted end: rollout.progress_timeout_s ends each",
     },
     "connectors/engines/external.py": {"asyncio.sleep": COUNTED},
+    "connectors/engines/spanning.py": {"asyncio.sleep": COUNTED},
     "connectors/engines/process.py": {
         "process.wait": IN_ACTOR,
         "self._process.wait": IN_ACTOR,
@@ -185,7 +186,7 @@ ROWS = {
         "ctx.stream.wait": INSIDE,
     },
     "tasks/runtime/cluster.py": {"self.join": INSIDE},
-    "tasks/runtime/engines.py": {"self._cluster.join": INSIDE},
+    "tasks/runtime/engines.py": {"self._cluster.join": INSIDE, "asyncio.sleep": BACKGROUND},
     "tasks/runtime/tracking.py": {"time.sleep": COUNTED},
     "tasks/runtime/trainer.py": {"self._cluster.join": INSIDE},
     "tasks/batching/eager_passes.py": {"stream.wait": INSIDE},
