@@ -126,10 +126,11 @@ class _ServerHolder:
         self.stop()
         patience = f"did not answer in engines.start_timeout_s = {self.config.engines.start_timeout_s:g}"
         error: type[EngineError] = EngineError
-        if code is not None and code < 0:  # by a signal, so its log has no reason
-            error = EngineLostError
-        elif code is not None and PORT_TAKEN in self._tail().lower():
+        # SGLang ends by a signal of its own when the port of its ranks is taken
+        if code is not None and PORT_TAKEN in self._tail().lower():
             error = PortTakenError
+        elif code is not None and code < 0:  # by a signal, so its log has no reason
+            error = EngineLostError
         raise error(
             f"{self._what} {patience if code is None else f'ended with {code}'}; the end of {self.log}:\n{self._tail()}",
             remedy="correct what the log names, or raise engines.start_timeout_s if it was still loading, and start "

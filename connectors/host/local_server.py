@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from millrace.connectors.host.local_files import PRIVATE_FILE, PRIVATE_UMASK, home, locked, write_whole
-from millrace.connectors.host.process_identity import is_alive, read_record, send_signal
+from millrace.connectors.host.process_identity import is_alive, read_record, send_signal, wait_ended
 from millrace.core.errors import MillraceError
 
 log = logging.getLogger(__name__)
@@ -117,10 +117,10 @@ class LocalServer:
             left.add(psutil.Process(record["pid"]))
         for process in left:
             send_signal(process, signal.SIGTERM)
-        _, slow = psutil.wait_procs(left, timeout=5)
+        slow = wait_ended(left, 5)
         for process in slow:
             send_signal(process, signal.SIGKILL)
-        psutil.wait_procs(slow, timeout=5)
+        wait_ended(slow, 5)
         return bool(left)
 
     def start(self, timeout_s: float, *ports: int, serves: str | None = None) -> str:

@@ -11,7 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from millrace.core.errors import MillraceError
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = ("pid", "time")
 GONE = ("Z", "X", "x")  # states of a process that has ended
+LOOK_S = 0.02  # seconds between looks at processes that are waited for
 
 
 class ProcessIdentity(BaseModel):
@@ -69,7 +71,8 @@ class ProcessIdentity(BaseModel):
                 if not self.lives():
                     return False
                 send(number)
-        except ProcessLookupError:
+        # newer kernels say "no such file" of a process that has ended and is not reaped
+        except (ProcessLookupError, FileNotFoundError):
             return False
         return True
 
@@ -169,3 +172,23 @@ def send_signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return
+
+
+def wait_ended(processes: Iterable[psutil.Process], timeout_s: float) -> set[psutil.Process]:
+    """Wait until processes end, at most so many seconds; returns those that live still. A zombie has ended.
+
+    Not psutil's wait, which fails on newer kernels if a process ends between its two looks.
+    """
+    until = time.monotonic() + timeout_s
+    living = {process for process in processes if _runs(process)}
+    while living and time.monotonic() < until:
+        time.sleep(LOOK_S)
+        living = {process for process in living if _runs(process)}
+    return living
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -36,6 +36,7 @@ from millrace.connectors.host.process_identity import (
     is_alive,
     read_record,
     send_signal,
+    wait_ended,
 )
 from millrace.connectors.ray import client, head, task_processes
 from millrace.core.contracts.progress import starting
@@ -326,10 +327,10 @@ def _end(record: HeadRecord | None, patience_s: float = 0, *, keep_folders: bool
     if patience_s:
         for process in left:
             send_signal(process, signal.SIGTERM)
-        psutil.wait_procs(left, timeout=patience_s)
+        wait_ended(left, patience_s)
     for process in left:
         send_signal(process, signal.SIGKILL)
-    psutil.wait_procs(left, timeout=5)
+    wait_ended(left, 5)
     for folder in [] if keep_folders else folders:
         shutil.rmtree(folder, ignore_errors=True)
     return bool(left)

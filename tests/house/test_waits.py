@@ -43,6 +43,7 @@ ROWS = {
         "queue.get": SERVER,
     },
     "connectors/engines/embedded/weight_routes.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
+    "connectors/host/process_identity.py": {"time.sleep": COUNTED},
     "connectors/trainers/megatron/checkpoint/background.py": {
         "self._thread.join": "it follows the writer, and ends it where that writes nothing",
         "waiting.communicate": "of a process that was killed a line above, before it had a task",
