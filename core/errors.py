@@ -6,8 +6,6 @@ reads `data.sources.sums.path = x.jsonl: holds no rows; give a file with prompts
 fields and never takes the sentence apart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -5,8 +5,6 @@ Also the names of the metrics of held-out sets.
 An answer that could not be scored counts as wrong. A sample that failed to generate is in no figure.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

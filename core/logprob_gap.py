@@ -7,8 +7,6 @@ samples a second time, one type wider, and the mean absolute difference of these
 `benchmarks.logprob_gap` shows what the factor between floor and limit passes and refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Two texts never become one name. `name_part` puts a text into a name, whose part
 whole name in the few characters that every tracker takes. Pure.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 

@@ -1,7 +1,5 @@
 """Statistics of an iteration's samples, for tracking. Pure: Arrow tables in, metrics by name out."""
 
-from __future__ import annotations
-
 from math import comb
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a run does after only some iterations, and which checkpoints may be removed then. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from millrace.core.config.run_config import RunConfig

@@ -8,8 +8,6 @@ A terminal interprets control characters, which may move its cursor, name its wi
 each becomes its escape too. Colours are rich's own.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -4,8 +4,6 @@ A step follows from the weights, its batch, the configuration and the machine's 
 figures as `settings`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict, cast
 

@@ -3,8 +3,6 @@
 Owns the rule that each group of a draw belongs to exactly one shard, in any order of finishing. Knows nothing of processes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

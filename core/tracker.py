@@ -3,8 +3,6 @@
 Owns no connection: connectors/mlflow, connectors/tensorboard and connectors/wandb have one each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ It raises StalledError after POLLS readings in a row without progress. Readings 
 a process that was stopped and continued, is no stall. The awaited call is cancelled; the caller must end processes that hang.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

@@ -1,7 +1,5 @@
 """Conversion of a checkpoint between Hugging Face's form and torch_dist, as a flow: what `millrace convert` does, on a worker."""
 
-from __future__ import annotations
-
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 

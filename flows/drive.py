@@ -3,8 +3,6 @@
 train and sft share it; each defines what an iteration does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

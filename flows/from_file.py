@@ -3,8 +3,6 @@
 The loops are in flows/train.py and flows/sft.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

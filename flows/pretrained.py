@@ -3,8 +3,6 @@
 Owns the problems. `connectors/huggingface/pretrained.py` makes the model's folder.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

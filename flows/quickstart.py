@@ -3,8 +3,6 @@
 Owns the files it makes, the configurations and the output at the end. It uses the same flows as every run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -4,8 +4,6 @@ Each iteration draws rows, takes its optimizer steps and saves when due. A row t
 a whole dialogue.
 """
 
-from __future__ import annotations
-
 from prefect import flow
 
 from millrace.core.config import RunConfig

@@ -3,8 +3,6 @@
 tasks/ has the work of each task, tasks/runtime/ the parts that live between tasks, flows/driver/ the order of iterations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from prefect import flow

@@ -4,8 +4,6 @@ Writes checkpoints/NNNNNN/ (complete.json last) and exports/NNNNNN/. A checkpoin
 A background checkpoint starts in one iteration and counts from the first iteration that finds it written.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -9,8 +9,6 @@ and the same reward unless the set has its own. An answer whose scoring failed o
 else a policy would gain by answers that no grader can read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -9,8 +9,6 @@ finish, which cut.json then records.
 Shaping and advantages run in a worker process: neither torch nor the user's functions of tensors belong in the driver.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -8,8 +8,6 @@ of cut.json. The task `finish`, of the iteration after the last, marks the run c
 run.json. Of eager_passes, `before` is before a chunk is passed, and `in` after one was.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

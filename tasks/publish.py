@@ -3,8 +3,6 @@
 Reads the other tasks' files; logs metrics to MLflow and artifacts to Prefect, then writes manifest.json, last of all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ that is not a zero. The same holds for a sample that the teacher gave no answer 
 long as the iteration's batch is not fixed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ A record lies in the run's own folder, at `<run>/iterations/NNNNNN/results/<task
 says what each holds. Also decides which failures are worth a retry.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ that replaces dropped groups; the filter returns the unused reserve to the ledge
 groups that take a share of the places, and its record names them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -4,8 +4,6 @@ Storage is the truth: a task that starts looks there first. Notifications are hi
 groups may be generated, the filter has all it needs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 With sync.max_prompt_gap it also compares engines and trainer.
 """
 
-from __future__ import annotations
-
 import time
 
 from prefect import task

@@ -1,7 +1,5 @@
 """When each task of an iteration worked in this process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 LEAST_WAIT_S = 0.1  # shorter waits count as part of the task

@@ -7,8 +7,6 @@ live weights: `Trainer.at` rebuilds a lost trainer from checkpoint and replay, a
 step already.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -4,8 +4,6 @@ Owns the texts, the comparison and the state of an engine that fails it. Costs a
 tokens, and one request to each engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence

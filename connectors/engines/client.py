@@ -4,8 +4,6 @@ Owns the types of requests and answers. Knows no kind of engine and no wire form
 engine that lacks something (millrace.core.config.engine_kinds) refuses it with EngineError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol

@@ -11,8 +11,6 @@ stored ids omit the sender:
               attempt
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import heapq

@@ -3,8 +3,6 @@
 Owns waiting for it to answer. Never starts, ends or configures it; the person who runs it restarts it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 

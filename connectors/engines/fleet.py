@@ -4,8 +4,6 @@ Owns clients and which engine may serve (core.engine_health); the caller provide
 after it has confirmed the version that it should have.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """How each kind of engine is started and called: the one place that chooses by the kind's name."""
 
-from __future__ import annotations
-
 from millrace.connectors.engines.client import Connect
 from millrace.connectors.engines.embedded.launch import launch_embedded
 from millrace.connectors.engines.launch import LaunchEngine

@@ -3,8 +3,6 @@
 Owns the types that the kinds of engine share. Knows no kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Owns the pairing. The tokens come from the decoding engine; the prefilling engine's answer only confirms its part.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -3,8 +3,6 @@
 Owns starting, watching and ending the process, its log, and the files copied to its node; knows nothing of requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 Owns that the end of one process is the end of the engine. Knows nothing of where the processes are, nor of SGLang's options.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Owns how a request is watched while it runs without a time limit. Knows no proto
 progress.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import secrets

@@ -4,8 +4,6 @@ Owns how requests are held meanwhile, which weights each engine GPU gets, the gr
 nothing of how buckets are made, nor of which engine may serve.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import time

@@ -1,7 +1,5 @@
 """Shared by the environments: importing the package of an extra, and reading a row."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import zlib

@@ -3,8 +3,6 @@
 After a restart an episode is replayed from its seed, so the same seed must give the same episode.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import re

@@ -4,8 +4,6 @@ After a restart an episode is replayed with its seed and arguments. If the serve
 and generation continues from the first difference.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -5,8 +5,6 @@ at any level of difficulty. `write_prompts` writes a file of rows, as does
 `python -m millrace.connectors.environments.reasoning_gym leg_counting 1000 prompts.jsonl`. `score` is their reward.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A row's metadata holds the `index` of its task; `write_prompts` writes such rows
 owns the loop. After a restart it runs again, and recorded turns are not generated again.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

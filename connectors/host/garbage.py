@@ -3,8 +3,6 @@
 A full collection of all that a process has imported takes half a second.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 

@@ -1,7 +1,5 @@
 """How much memory this host's GPUs have, without loading torch."""
 
-from __future__ import annotations
-
 import subprocess
 
 ASK = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")

@@ -3,8 +3,6 @@
 Owns the names of files that are still being written. Knows nothing of stores.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

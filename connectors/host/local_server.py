@@ -6,8 +6,6 @@ inherited listening socket. HOME is the server's MILLRACE_HOME; it identifies th
 lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

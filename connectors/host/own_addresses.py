@@ -4,8 +4,6 @@ Prefect's client, MLflow's, a judge's and an agent's take HTTP_PROXY for every a
 Owns NO_PROXY in this process and its children. Other addresses go through the proxy as before.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ A process locks each of its folders. A folder without a lock belongs to a dead p
 Owns the folders' names; knows nothing of what is in them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

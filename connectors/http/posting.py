@@ -3,8 +3,6 @@
 Owns retries, their pauses, and the error for each kind of failure. Does not follow redirects, since headers may hold a secret.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -5,8 +5,6 @@ generation_config.json or config.json. In some published or trained models these
 limit. Owns the tokens that a request must add so that every engine stops at all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

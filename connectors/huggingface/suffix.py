@@ -5,8 +5,6 @@ text of the whole dialogue if the template never changes earlier text: `first_di
 Knows nothing of tokenizers; a template is a function from messages to text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

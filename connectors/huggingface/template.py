@@ -3,8 +3,6 @@
 Owns checks that take a fraction of a second, before anything starts. A run's tokens come from `tokenizer`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

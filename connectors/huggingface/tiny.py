@@ -3,8 +3,6 @@
 The folder holds everything that a Hugging Face checkpoint has, and is loaded like any other.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ rewrites earlier turns, for example to drop their thinking, is refused. No text 
 Knows nothing of tokenizers; a template is a function from messages to text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

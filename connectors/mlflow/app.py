@@ -8,8 +8,6 @@ MILLRACE_HOME. MILLRACE_MLFLOW_LOGIN holds the login, `user:password` of HTTP ba
 The assistant is off because it runs shell commands on the server's host for anyone who can open the page.
 """
 
-from __future__ import annotations
-
 import base64
 import hmac
 import os

@@ -3,8 +3,6 @@
 Owns its process. Knows nothing of what a run logs.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

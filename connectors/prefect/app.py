@@ -9,8 +9,6 @@ SQLite refuses a write if the transaction started to read before another writer 
 answers 503; its client waits two seconds, and the run with it. A few milliseconds later the request would succeed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hmac

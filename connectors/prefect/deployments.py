@@ -1,7 +1,5 @@
 """Deployments, their work pool, and the automations of a YAML file on the Prefect server. Knows nothing of what they do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict

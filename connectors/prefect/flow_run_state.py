@@ -1,7 +1,5 @@
 """Sets the state of flow runs from outside their processes. Knows nothing of the reasons."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

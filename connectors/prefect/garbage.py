@@ -5,8 +5,6 @@ the statement's connection while it holds Python's GIL. If that connection waits
 writer cannot commit, since its thread needs the GIL: the whole server stood still, and every run with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

@@ -4,8 +4,6 @@ Prefect's database may be locked, and every task waits then. Owns the list of pe
 for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

@@ -5,8 +5,6 @@ nothing of what a result means or which tasks exist. Do not change the block's s
 block type by its slug and a hash of the others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -5,8 +5,6 @@ copy is for its web page. Prefect's vacuum (prefect.toml) deletes finished runs 
 file never shrinks below its largest size.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ Prefect logs an error with its traceback for the task run that fails, again for 
 training's flow run; then it logs each of their states. The server keeps the states, so the log omits them.
 """
 
-from __future__ import annotations
-
 import logging
 
 from prefect.logging.handlers import PrefectConsoleHandler

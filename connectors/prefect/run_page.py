@@ -4,8 +4,6 @@ Owns the calls to Prefect; callers decide what is shown, and when an event is se
 are written once are not its concern.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Literal
 from uuid import UUID

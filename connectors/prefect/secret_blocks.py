@@ -1,7 +1,5 @@
 """Reads Secret blocks of the Prefect server, once at the start of a run. Knows nothing of their use."""
 
-from __future__ import annotations
-
 from millrace.connectors.prefect.server import ensure_server, ui_url
 from millrace.core.contracts.references import remedy
 from millrace.core.errors import ConfigError

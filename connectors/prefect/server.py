@@ -3,8 +3,6 @@
 Owns which server this process uses, and how it logs in there. Knows nothing of flows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

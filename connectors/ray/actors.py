@@ -5,8 +5,6 @@ Health checks have separate threads, so that a busy actor still answers them. Du
 progress, and ends the actor if there is none.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -4,8 +4,6 @@ Owns which of Ray's errors mean that an actor is gone or out of reach, and that 
 nothing of what calls do.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

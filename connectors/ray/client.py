@@ -3,8 +3,6 @@
 Owns which errors mean that the connection broke, and their message. A process on a node has no such connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Iterator

@@ -4,8 +4,6 @@ The local head is a separate process, bound to loopback and found again through 
 survive the driver that created them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

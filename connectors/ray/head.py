@@ -5,8 +5,6 @@ process, and owns how often it may fail in a row. A configured cluster gets the 
 of the consequences.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

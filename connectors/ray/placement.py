@@ -4,8 +4,6 @@ Owns the reservation. An actor requests no resources: it is created in its bundl
 names the GPUs that it sees. Knows nothing of what actors do.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

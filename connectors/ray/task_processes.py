@@ -4,8 +4,6 @@ Ray keeps more processes than tasks run at once, and may give a task to a proces
 start, the task would wait seconds for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

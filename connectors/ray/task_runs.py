@@ -4,8 +4,6 @@ Owns how a task of the flow becomes a Ray task, and which of Ray's errors mean t
 start it there. Knows nothing of what tasks do.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextvars import Context

@@ -4,8 +4,6 @@ The server gets {"prompt", "response", "label", "metadata"} as JSON. It answers 
 `reward` holds the reward, and the other keys are its parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

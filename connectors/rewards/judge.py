@@ -4,8 +4,6 @@ The policy may learn to persuade the judge, since the judge reads its text: keep
 with. If the judge gives no score, the sample fails; it does not score 0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Owns the text that is scored and each server's API; knows nothing of the model. 
 dialogue, not the policy's.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

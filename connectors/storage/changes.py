@@ -5,8 +5,6 @@ show names just removed, and a cache on the way may answer with an old listing. 
 by one.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable

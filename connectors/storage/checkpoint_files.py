@@ -3,8 +3,6 @@
 Owns which marker counts, and how a broken checkpoint is set aside. Knows nothing of what its files hold.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

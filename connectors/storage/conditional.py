@@ -6,8 +6,6 @@ shows which of them a store really honours. A document names its place and its r
 rely on its fields. Knows nothing of what is written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

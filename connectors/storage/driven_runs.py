@@ -5,8 +5,6 @@ driver is dead and no start will use them: the run folder was removed, moved or 
 Owns the records. Knows nothing of Ray.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Owns the retries of every storage operation, with jitter and a bound. Knows nothing of what is read or written.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import math

@@ -4,8 +4,6 @@ Owns how bytes get to and from a local disk, memory or an object store (whose pu
 hold. May be used from many threads and pickled into another process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import uuid

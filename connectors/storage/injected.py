@@ -5,8 +5,6 @@ that share of operations with an I/O error, half of them after they took effect.
 every write with "no space left on device" for as long as that file exists.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -9,8 +9,6 @@ earlier drivers that appear later do not count, since their samples are generate
 shard records which parts of the attempt count. A driver that takes over looks up earlier notes by name: a listing may lack them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

@@ -3,8 +3,6 @@
 A row that cannot be used is quarantined with the reason. A source that cannot be read at all is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple

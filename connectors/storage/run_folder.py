@@ -3,8 +3,6 @@
 Owns the layout, the commit of manifests and the completeness of checkpoints. Knows nothing of what the files mean.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ zstd level 1, no dictionaries, byte-stream split for log-probabilities, a checks
 and version.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO

@@ -9,8 +9,6 @@ other tokens is refused. Knows nothing of tasks or files.
 - openai: completions with `echo`, which returns the prompt's tokens only as text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

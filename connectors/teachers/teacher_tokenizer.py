@@ -4,8 +4,6 @@ Sends a few fixed texts to the server, which returns their tokens with its log-p
 beyond the vocabulary crashes some servers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

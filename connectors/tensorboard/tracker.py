@@ -4,8 +4,6 @@ Owns the files of one run folder. They are in `tensorboard/EXPERIMENT/IDENTITY`,
 folder shows all of its runs. Needs the extra `tensorboard`, but neither TensorFlow nor torch.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

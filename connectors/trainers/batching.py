@@ -4,8 +4,6 @@ Packs hold nearly equal numbers of tokens, which bound their memory. Ranks get n
 packs. Both are split by the largest differencing method (Karmarkar and Karp 1982).
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 from collections.abc import Sequence

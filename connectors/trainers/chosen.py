@@ -1,7 +1,5 @@
 """Which trainer a run has: megatron-core's, or the class that `trainer.rank` names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

@@ -6,8 +6,6 @@ cache of storage: after any loss the run builds new ranks, loads a checkpoint an
 how a rank computes. Calls of one rank follow each other, except `state`, which is answered during the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, TypedDict
 

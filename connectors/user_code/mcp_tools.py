@@ -3,8 +3,6 @@
 Owns that each name is one tool. Knows nothing of connections.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import Mapping, Sequence

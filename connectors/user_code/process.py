@@ -3,8 +3,6 @@
 Owns the process and its pipe. Knows nothing of what calls do, of waiting calls, or of other processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

@@ -23,8 +23,6 @@ Does not protect against:
 Linux only. System calls are filtered on x86-64 and aarch64; on other machines `protections` is False for what needs the filter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

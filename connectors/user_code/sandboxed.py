@@ -5,8 +5,6 @@ A process can add each layer without being root, and can never remove it. A laye
 of JSON on a pipe names the layers that hold, before the program starts.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -4,8 +4,6 @@ Owns one server on this process's loopback address, and access to it: a request 
 JSON, and must not come from a web page. Knows nothing of what a request means: core/sessions reads it and places it in a session.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import json

@@ -1,7 +1,5 @@
 """Whether the stored tables of an iteration are consistent: drawn, generated, scored, judged, trained. Pure: rows in, problems out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

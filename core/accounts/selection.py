@@ -5,8 +5,6 @@ under way are deferred to the next iteration with the tokens that they have (APR
 as often as the staleness bound allows is waited for, so that no long answer starves and no token is trained too old.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

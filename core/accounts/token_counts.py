@@ -1,7 +1,5 @@
 """Counts an iteration's tokens in its stored tables, a batch of rows at a time. Pure: Arrow tables in, an account out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ and the shares of ages; knows nothing of losses. Nothing here carries a gradient
 unmasked tokens, exact under any split of the batch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

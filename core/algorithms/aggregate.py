@@ -11,8 +11,6 @@ Arithmetic on the packed layout is here too: response tokens of B samples end to
 response length of each sample and sums to N.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ of tokens, losses or of where numbers are stored. Statistics are taken by group 
 means "not scored": it enters no statistic and its advantage is 0.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

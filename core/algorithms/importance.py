@@ -7,8 +7,6 @@ Nothing here carries a gradient. The weights are right only if the rollout log-p
 distribution that was sampled; millrace.core.config.algorithm.rules refuses other configurations.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

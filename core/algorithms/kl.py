@@ -8,8 +8,6 @@ tokens drawn from pi:
 Source: Schulman, "Approximating KL divergence" (2020); low_var as in slime and verl.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

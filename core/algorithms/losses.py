@@ -5,8 +5,6 @@ log-probabilities in any float type and work in fp32 (float64 stays); `logprobs`
 Notation: r = exp(logprob - old logprob), A the advantage, sg() stops the gradient.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

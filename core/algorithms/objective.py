@@ -13,8 +13,6 @@ pi_prox: `old_logprobs`, pi_behave: `rollout_logprobs`, of the version that made
 the identity in the paper; it carries no gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, replace
 

@@ -4,8 +4,6 @@ Owns the formulas; `credit` composes them. Knows nothing of losses or of where n
 Shapes: B samples, N response tokens of all samples end to end; `lengths` [B] sums to N; `mask` [N] is 1 on the policy's own tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rules of `pipeline.eager`: settings that need the whole batch before the first backward pass, or more than one step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace.core.config.algorithm import Algorithm

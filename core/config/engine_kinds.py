@@ -4,8 +4,6 @@ A section of engines (millrace.core.config.engines) names the kinds that it may 
 millrace.connectors.engines.kinds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

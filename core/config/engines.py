@@ -1,7 +1,5 @@
 """The `engines` section: one variant a kind of engine, each with only the fields that act there."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Rules of `engines`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 

@@ -1,7 +1,5 @@
 """How a model fits the layout of the trainer's ranks: heads, channels, layers and experts that do not divide. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace.core.config.megatron_options import stages

@@ -3,8 +3,6 @@
 A preset sets the split of the model over GPUs that trainer and engines share, and nothing of the algorithm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Upstream options that a configuration may not pass through, and why: millrace's own, refused, or set by another field."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

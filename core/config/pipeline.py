@@ -1,7 +1,5 @@
 """The `pipeline` section: how far generation runs ahead of training, and what becomes of requests when weights change."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Rules of `pipeline`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 

@@ -1,7 +1,5 @@
 """The `reward` section, and how sources, held-out sets and rows name their rewards."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field

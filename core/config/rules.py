@@ -1,7 +1,5 @@
 """The rules of small sections, and all rules together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import lcm
 from urllib.parse import urlsplit

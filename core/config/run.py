@@ -1,7 +1,5 @@
 """The `run` section."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

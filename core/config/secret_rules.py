@@ -1,7 +1,5 @@
 """Rules of secrets: a configuration may hold none, because it is stored with the run, in Prefect and in MLflow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

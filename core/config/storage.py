@@ -1,7 +1,5 @@
 """The `storage` section."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from millrace.core.config.parts.section import Section

@@ -1,7 +1,5 @@
 """The `sync` section: one variant a transport, each with only the fields that act there."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The `tracking` section."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

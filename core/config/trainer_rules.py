@@ -1,7 +1,5 @@
 """Rules of `trainer`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace.core.config.megatron_options import rules as megatron_options

@@ -1,7 +1,5 @@
 """Failures counted by reason: the error of a spent budget names the most frequent one, its count and an example."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

@@ -5,8 +5,6 @@ actors implement those of servers (tasks/runtime/proxies.py), and so do other st
 known by its address, a server in a test's own process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Concatenate, NamedTuple, NotRequired, ParamSpec, Protocol, TypedDict, TypeVar
 

@@ -1,7 +1,5 @@
 """Stable names and seeds: each is derived from what it names, so that the same thing made twice has the same name. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Sequence

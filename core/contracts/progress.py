@@ -1,7 +1,5 @@
 """Log lines about waiting for a part of a run: it starts, it is ready, it takes long, so many are done."""
 
-from __future__ import annotations
-
 import contextvars
 import logging
 import threading

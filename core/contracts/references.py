@@ -5,8 +5,6 @@ replaces the reference. The process that starts a run reads its blocks and passe
 know Prefect.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

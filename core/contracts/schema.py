@@ -4,8 +4,6 @@ Owns how a row class becomes a schema, and rows a table; knows nothing of where 
 class per table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict

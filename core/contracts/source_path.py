@@ -4,8 +4,6 @@ Owns the slice at a path's end and what makes it a pattern, and that a record's 
 Knows nothing of files.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ cut.json, too, is committed before the requests of its deferred groups are ended
 effect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict

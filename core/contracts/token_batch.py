@@ -1,7 +1,5 @@
 """What a loss is given: the response tokens of one pack, with the log-probabilities of everyone who scored them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

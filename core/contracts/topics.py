@@ -1,7 +1,5 @@
 """What a driver and its shards work on: the batch of an iteration, or an evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ Reading them back gives the rollout as far as it was committed. A turn is a chai
 one attempt: a turn that is continued after it was cut has one segment more and is never generated again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter

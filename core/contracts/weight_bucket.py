@@ -3,8 +3,6 @@
 The one description of it. Imports no torch: the process that drives the ranks need not load it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

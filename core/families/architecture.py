@@ -3,8 +3,6 @@
 Knows nothing of files and tensors: config_file.py and tensors.py read those. No torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

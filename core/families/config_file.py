@@ -3,8 +3,6 @@
 The result holds only the honoured keys, each under one name and with its default filled in. No torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

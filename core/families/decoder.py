@@ -1,7 +1,5 @@
 """What the decoders here have in common: keys, sizes and parts, of which a family's file makes its description."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

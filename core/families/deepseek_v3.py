@@ -3,8 +3,6 @@
 Kimi K2 is the same model under another name.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from millrace.core.families import decoder

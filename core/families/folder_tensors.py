@@ -3,8 +3,6 @@
 Owns that a tensor is read when it is asked for, and no other with it, and that a quantised weight is made of its parts then. `tensors.py` decides which tensors a folder must hold.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

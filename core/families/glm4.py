@@ -3,8 +3,6 @@
 The gate and the up projection are stored as one tensor. Whether queries, keys and values have biases is the checkpoint's to say.
 """
 
-from __future__ import annotations
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
 

@@ -3,8 +3,6 @@
 Whether attention has biases and norms of heads is the checkpoint's to say.
 """
 
-from __future__ import annotations
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
 

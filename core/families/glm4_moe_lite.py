@@ -1,7 +1,5 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers, with a list of which of them are dense."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 The experts of a layer are stored together, with the columns of gate and up in turns; published checkpoints store them as MXFP4.
 """
 
-from __future__ import annotations
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Bound, Family, Honoured
 from millrace.core.families.windows import Windows

@@ -1,7 +1,5 @@
 """Llama: the plain decoder."""
 
-from __future__ import annotations
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
 

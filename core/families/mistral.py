@@ -1,7 +1,5 @@
 """Mistral: Llama's decoder under keys of its own, with a window of attention in every layer unless the checkpoint has none."""
 
-from __future__ import annotations
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
 from millrace.core.families.windows import EVERY_LAYER

@@ -4,8 +4,6 @@ Facts only; core/config/model_preset.py uses them. A layout is for trainer and e
 default lengths. No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: queries, keys and values have biases."""
 
-from __future__ import annotations
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
 from millrace.core.families.windows import LAST_LAYERS

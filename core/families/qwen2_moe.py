@@ -1,7 +1,5 @@
 """Qwen2-MoE and Qwen1.5-MoE: Qwen2's attention, experts, and beside them one that every token uses, behind a gate of its own."""
 
-from __future__ import annotations
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Bound, Family, Honoured
 

@@ -1,7 +1,5 @@
 """Qwen3, dense and as a mixture of experts: queries and keys are normalised, head by head."""
 
-from __future__ import annotations
-
 from millrace.core.families import decoder
 from millrace.core.families.family import Family, Honoured
 from millrace.core.families.windows import LAST_LAYERS

@@ -6,8 +6,6 @@ A package offers a family by an entry point, which every process of a run finds,
     other = "my_package.families:OTHER"
 """
 
-from __future__ import annotations
-
 from importlib.metadata import entry_points
 
 from millrace.core.errors import ConfigError

@@ -4,8 +4,6 @@ Each is fixed when the model is built. Kinds that depend on the length of a text
 trainers differ in when they change. No torch: frequencies are whatever tensor the caller has.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 `rope_theta` stands outside or inside of `rope_parameters`, or of `rope_scaling`; the kind is `rope_type` or `type`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields

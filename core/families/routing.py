@@ -4,8 +4,6 @@ Each expert has a score of its own, between 0 and 1. A bias, which no step of RL
 without it weigh the chosen experts. No torch: scores are whatever tensor the caller has.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Owns which come from the model's folder, and which from another tokenizer's fold
 Knows nothing of weights.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ by a limit at which allocations fail.
 Runs as a file, on the standard library and Jinja alone, so that it starts in a tenth of a second. `chat_templates` starts it.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import resource

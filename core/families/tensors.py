@@ -4,8 +4,6 @@ Every tensor of the files belongs to the model, and every tensor of the model is
 that can be read. Looks at the headers of safetensors files, not at the values. No torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ A tokenizer may put special tokens around every text. Tokens before a text open 
 the end of the sequence, would end the prompt before its answer starts, so none is added.
 """
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Callable, Sequence

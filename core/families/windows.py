@@ -1,7 +1,5 @@
 """The windows of attention that a config.json asks for: how many keys a token attends to, and in which layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn

@@ -3,8 +3,6 @@
 Owns the verdict on a group; does not know how many groups an iteration needs, or how dropped ones are replaced.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ A process that starts later must find the same code: the starting process passes
 have them in their environment. Does not know what a function is for: protocols.py has the signatures.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect

@@ -4,8 +4,6 @@ Owns how each is loaded and called; knows nothing of rows, processes, or the mea
 in a process for each set of its options, and the instance is called for every sample.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -4,8 +4,6 @@ Owns the order, and the list of every reward that a configuration names. A row n
 path: data cannot choose code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

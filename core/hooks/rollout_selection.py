@@ -3,8 +3,6 @@
 A row names a key of `rollout.session.named`, never an import path: data cannot choose code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

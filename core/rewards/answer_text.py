@@ -4,8 +4,6 @@ Owns what two spellings of one answer share without any algebra. `symbolic` comp
 text, which only equals the same text: no part that is not understood is dropped.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace

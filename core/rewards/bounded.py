@@ -4,8 +4,6 @@ Owns the refusal: an answer of a few characters can ask for a number that fills 
 and errs upwards: sums count as products, a letter counts as 2, signs count for nothing.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

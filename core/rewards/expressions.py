@@ -3,8 +3,6 @@
 Owns the library's input and how its verdicts are combined; `symbolic` owns the bounds.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Rewards for the form of a response, rewards composed of others, and weighted sums whose terms are stored as parts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Owns finding the answer in a response and in a label, and the order of compariso
 than the previous one and decides the cases that it leaves open.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

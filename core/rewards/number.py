@@ -1,7 +1,5 @@
 """Rewards for answers that are numbers. Pure: strings in, a number out."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal, InvalidOperation
 from typing import Any

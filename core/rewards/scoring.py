@@ -4,8 +4,6 @@ Owns the step from a row to the reward's input, and from its answer to reward an
 or budgets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -14,8 +14,6 @@ It differs from math-verify alone, as a careful human would:
 - letters after a number are variables: 2t is not 2; the library drops them as units (`answer_text` knows units).
 """
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Rewards by comparing text, and characters that are written in many ways (ASCII, LaTeX, other scripts). Pure: strings in, numbers out."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from typing import Any

@@ -1,7 +1,5 @@
 """A reward tried once on a row, before a run depends on it; runs in a worker process that may be killed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 

@@ -3,8 +3,6 @@
 Owns the list of known words. Another word is no unit, so that "5 million" or "5 maybe" never counts for 5.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection

@@ -4,8 +4,6 @@ Owns what is accepted. Fields that would make the policy sample differently from
 instead: training relies on one way of sampling. Knows nothing of HTTP or of how turns are made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Both are rollout functions, written against `Session` alone.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Owns the messages and their form. The process runs code of users and models, so 
 of `FromProcess`, with fields of their types, and nothing is unpickled. Knows nothing of sockets or processes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

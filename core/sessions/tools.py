@@ -4,8 +4,6 @@ A tool is a function, sync or async, with type hints and a docstring whose first
 name its parameters, as transformers and the Model Context Protocol have it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import warnings

@@ -4,8 +4,6 @@ Owns that no token is generated or trained twice: a branch starts with its paren
 only tokens generated in it. Knows nothing of engines, texts or files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

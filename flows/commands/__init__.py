@@ -3,8 +3,6 @@
 A command's module is imported when the command is typed, so that `millrace --help` and a wrong name are answered at once.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

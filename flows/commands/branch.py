@@ -4,8 +4,6 @@ Copies the files that the manifests of the committed iterations and the checkpoi
 continues under its own name and may train differently.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime

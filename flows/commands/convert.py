@@ -1,7 +1,5 @@
 """`millrace convert`: a checkpoint between Hugging Face's form and torch_dist."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

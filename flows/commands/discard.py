@@ -4,8 +4,6 @@ The ledger counts groups of committed iterations only, so an iteration that is m
 aside, with the reason.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime

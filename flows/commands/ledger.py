@@ -1,7 +1,5 @@
 """`millrace ledger`: what became of every token that a run generated, from its stored tables alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`millrace models`: the presets of `model.preset`, and one's layouts and notes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any
 

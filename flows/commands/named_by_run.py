@@ -3,8 +3,6 @@
 A run's folder is trusted like a program, since it can name these. Commands that read a run's folder print them first.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 

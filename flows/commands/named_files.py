@@ -1,7 +1,5 @@
 """Which files of a run are named, and which are strangers; whether a file matches its entry."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path

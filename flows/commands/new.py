@@ -3,8 +3,6 @@
 Owns which files it writes. The recipe's values stay, except for the paths of files and the reward.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Mapping

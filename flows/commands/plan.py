@@ -3,8 +3,6 @@
 Reads only the run folder. flows/planning does the replay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """`millrace pretrained`: make a Hugging Face folder of a pretrained chat model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

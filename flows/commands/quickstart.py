@@ -1,7 +1,5 @@
 """`millrace quickstart`: a tiny model, trained in minutes."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

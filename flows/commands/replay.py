@@ -3,8 +3,6 @@
 Uses separate trainer ranks beside a run that may be running; changes nothing in storage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

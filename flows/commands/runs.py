@@ -1,7 +1,5 @@
 """`millrace runs`: the runs under a storage root."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any

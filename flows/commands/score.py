@@ -4,8 +4,6 @@ Owns reading the rows, the calls, and the file of scores; processes and deadline
 no reward but a reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

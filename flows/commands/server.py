@@ -1,7 +1,5 @@
 """`millrace server`: start the local Prefect server, or stop it and the other local servers."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

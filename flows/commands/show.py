@@ -1,7 +1,5 @@
 """`millrace show`: one run, its folder and pages, and a row an iteration. Starts nothing and changes no file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any

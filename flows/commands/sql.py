@@ -5,8 +5,6 @@ and records name, after a check, and files of open iterations' tasks without a r
 A query reads the views and nothing else, unless its caller opens files to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """`millrace stop`: end the driver of a run if it lives on this host, and the actors that a killed one left. Files stay."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

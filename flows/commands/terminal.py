@@ -1,7 +1,5 @@
 """Shared parts of commands: the two consoles, common arguments, and how errors end a command."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -3,8 +3,6 @@
 Owns which page of MLflow to open. Servers that the user configured are shown, not started.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -3,8 +3,6 @@
 Files that manifests, records and markers name are checked. Other files are strangers, listed separately: nothing reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

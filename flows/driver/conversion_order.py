@@ -1,7 +1,5 @@
 """What a conversion is asked for, in words: names on Hugging Face become folders, and a run's checkpoint has the run's model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -3,8 +3,6 @@
 Reads only the run folder.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import PurePosixPath
 

@@ -3,8 +3,6 @@
 Owns what is hashed. Data sources have their own fingerprints (millrace.core.contracts.rows.prompts).
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterator

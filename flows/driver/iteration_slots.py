@@ -6,8 +6,6 @@ iteration, or beside the next one), and that a lower `pipeline.ahead` is in run.
 (pipeline.min_ess; millrace.core.accounts.staleness makes the decision). Does not know what an iteration does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine

@@ -4,8 +4,6 @@ run.json keeps the commit that the first start found. Later starts use it, even 
 `model.dtype: auto` a run keeps its type; a new run has the stored type on GPUs, and float32 on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast

@@ -3,8 +3,6 @@
 Knows nothing of how the rollouts are taken; `millrace.tasks.generation.stored_rollouts` does that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Owns the file, and decides what may differ when a run is started again under its name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import platform

@@ -3,8 +3,6 @@
 Knows nothing of flows. `millrace check` names the refused fields before anything starts; the driver refuses them again.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any

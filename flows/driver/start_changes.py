@@ -3,8 +3,6 @@
 Owns the list `changes` in run.json, so that a run's record has the settings of every iteration.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """An iteration over another run's stored rollouts (pipeline.rollouts_from). Imports Prefect, which `rollouts_source` must not: a check reads that."""
 
-from __future__ import annotations
-
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext

@@ -1,7 +1,5 @@
 """What is stored of a run: its record in run.json, and its figures by iteration. Reads files alone, and starts nothing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Layouts and pipelines side by side, and what follows for a choice: asynchrony is not always faster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Engines of a replay: requests share an engine's speed equally, further ones wait in line."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass, field

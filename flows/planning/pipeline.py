@@ -4,8 +4,6 @@ An iteration's stages have the order of `IterationSlot`. Effects of timing (whic
 follow from the replayed times.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -3,8 +3,6 @@
 Imports no torch and no transformers.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields

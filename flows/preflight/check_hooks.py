@@ -4,8 +4,6 @@ options exist.
 Upstream's options are compared with the source files of the installed versions, which are read and not imported.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

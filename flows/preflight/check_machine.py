@@ -1,7 +1,5 @@
 """Checks this host and the addresses in a configuration: GPUs, packages, a Ray head, engines, a port to listen on."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.util

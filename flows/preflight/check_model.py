@@ -3,8 +3,6 @@
 Imports no torch and no transformers. connectors/huggingface/answer_ends.py decides the end tokens of a request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

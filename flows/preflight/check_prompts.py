@@ -1,7 +1,5 @@
 """Check that the chat template turns each prompt into a text that contains it and is ready for an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Owns which fields may refer; imports Prefect only if a configuration names one of its blocks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

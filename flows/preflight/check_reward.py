@@ -4,8 +4,6 @@ A user's reward is called in a worker process under a deadline, so that a reward
 the command. millrace's rewards are called in this process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Check whether the run exists: its progress, the iteration to resume at, and refused changes of fields, files and data."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass

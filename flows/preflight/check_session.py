@@ -4,8 +4,6 @@ A dialogue grows by new tokens only. The model was trained on the same text only
 checked here over a set of dialogues, or refused with the first text that differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

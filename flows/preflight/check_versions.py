@@ -1,7 +1,5 @@
 """Compare the installed packages with the versions that millrace needs, and with the tested versions. Imports none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 

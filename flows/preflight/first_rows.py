@@ -3,8 +3,6 @@
 Imports no torch and no transformers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

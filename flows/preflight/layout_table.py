@@ -1,7 +1,5 @@
 """The table of layouts that `millrace check` proposes, as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from millrace.connectors.host.gpu_memory import gpu_memory

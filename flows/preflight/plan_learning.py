@@ -3,8 +3,6 @@
 Every field of `algorithm` that is not at its default is named; a test holds that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

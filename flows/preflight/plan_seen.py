@@ -1,7 +1,5 @@
 """Lines of the plan about what the checks found: the stored run, the data, a prompt in its final form, the rewards' answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A plan as text: a name and a text in each line. Owns the selection, the order and the layout."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 

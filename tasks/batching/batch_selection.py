@@ -3,8 +3,6 @@
 Owns both waits, the release of further groups, and the commit of the cut. millrace.core.accounts.selection makes the choice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

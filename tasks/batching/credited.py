@@ -4,8 +4,6 @@ filter uses it for a batch and eager_passes for its first chunks, so that both m
 a group was chosen.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Owns the files: cut.json and deferred.parquet in the earlier folder, joined.parq
 were deferred.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace

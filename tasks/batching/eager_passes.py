@@ -6,8 +6,6 @@ no record: gradients are no stored state. train_step passes chunks that a dead t
 not reach, and the last chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from functools import partial

@@ -4,8 +4,6 @@ Owns the rows read from parts and each group's verdict, in the order in which th
 enough. A verdict depends only on stored rows: a start after a kill judges every group again, with the same verdicts.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Owns the order of the batch and its columns. Does not know why a group was kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,8 +4,6 @@ Owns how they are read: from the batch that the earlier iteration's manifest nam
 id, tokens, log-probabilities and reward; credit and step are this iteration's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 

@@ -4,8 +4,6 @@ So few parts are left to read when the batch is known and GPUs wait. Owns which 
 Does not know the use of the rows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 A row that raises, or cannot be stored as JSON, is an unusable row with the reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

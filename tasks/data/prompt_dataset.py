@@ -3,8 +3,6 @@
 Owns the length check and the quarantine; knows nothing of which prompts are drawn when.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

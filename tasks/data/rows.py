@@ -3,8 +3,6 @@
 Whether a row is usable is known only when it is drawn. An unusable row is dropped then, with its reason.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

@@ -3,8 +3,6 @@
 Owns the row of a sample. Knows nothing of engines or files.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence

@@ -3,8 +3,6 @@
 Owns the error of a spent budget. Knows nothing of rows or files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from millrace.core.contracts.failures import Failures

@@ -3,8 +3,6 @@
 Owns which samples of a set are due, and the row of a sample. Knows nothing of tables or metrics.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

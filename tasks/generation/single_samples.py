@@ -3,8 +3,6 @@
 Owns how many samples are in flight and the request that an engine gets. Knows nothing of rows or files.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Copies the prompts, samples, turns and rewards that the other run's manifest nam
 that made them. Existing files are compared and kept: a start after a kill copies the missing ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 

@@ -1,7 +1,5 @@
 """The picture of a run's curves, as PNG."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import io

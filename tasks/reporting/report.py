@@ -4,8 +4,6 @@ Owns their names and when they are sent; tasks/reporting makes their content. Ar
 has its own artifacts, also beside one of its name under another storage root. Iterations count from 1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import logging

@@ -3,8 +3,6 @@
 Text of models, tools and data files is in code blocks, so that no page renders it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Markdown of an iteration and of a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

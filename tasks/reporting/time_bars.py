@@ -1,7 +1,5 @@
 """The times of an iteration: a bar for each task, and the shares of its phases. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 Interval = tuple[float, float]

@@ -3,8 +3,6 @@
 Owns the connection and the run's reservation; knows nothing of what the actors do. An address identifies a node.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -3,8 +3,6 @@
 Owns how an engine's handle is found. Knows nothing of the trainer: before an engine's process starts, `make_room` is awaited.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping

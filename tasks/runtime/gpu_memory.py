@@ -11,8 +11,6 @@ side has its own GPUs, and both may work at the same time: then only tasks that 
     await engines.generate(...)
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -3,8 +3,6 @@
 Owns the hint's place in the prompt, and the resulting tokens. Knows nothing of servers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

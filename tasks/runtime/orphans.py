@@ -1,7 +1,5 @@
 """Ends actors of abandoned runs: their driver was killed, and the run folder is missing, another run's, or complete."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -3,8 +3,6 @@
 Owns that each is read once. The ledger decides what is drawn (millrace.core.accounts.ledger).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any

@@ -3,8 +3,6 @@
 Each method here names the method of the held class that runs in the actor: go to its definition to see what happens there.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from millrace.connectors.engines.process import EngineNode, EngineServer, RouterServer

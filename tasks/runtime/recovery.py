@@ -1,7 +1,5 @@
 """Seconds from this process's start until the run works, by phase: the cost of a restart."""
 
-from __future__ import annotations
-
 import time
 
 import psutil

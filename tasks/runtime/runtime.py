@@ -4,8 +4,6 @@ Owns nothing but the wiring: prompts and scoring work here, trainer ranks and en
 of flows.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from millrace.connectors.prefect.record_storage import RecordStorage, save_record_storage

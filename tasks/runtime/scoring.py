@@ -1,7 +1,5 @@
 """The worker processes that score samples and turn rewards into advantages: started when first needed, ended with the run."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

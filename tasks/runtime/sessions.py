@@ -1,8 +1,6 @@
 """The worker processes that run rollouts of several turns, and the dialogues they hold: started when first needed, ended with
 the run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Sends a run's curves and pictures to its trackers, and to the page of its flow run, once they are open."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

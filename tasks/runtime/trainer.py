@@ -5,8 +5,6 @@ several ranks become one (`await ranks.each(Rank.save, url)`). Knows nothing of 
 or to replay, `before_build` is awaited.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ Owns the transport: by IPC on shared GPUs, by broadcast from rank 0, or through 
 it gets ranks that hold the version, and running engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

@@ -4,8 +4,6 @@ Owns its place, the version in it, and that nothing else stays in it: no older v
 nothing of engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

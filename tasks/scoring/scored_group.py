@@ -1,7 +1,5 @@
 """A drawn group while the filter waits for its scores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 A sample whose generation or scoring failed has no reward but a reason: that is not a zero.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field

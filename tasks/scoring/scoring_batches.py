@@ -4,8 +4,6 @@ Owns which samples go together, and that no sample fails because of another: if 
 each of its samples is scored again by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence

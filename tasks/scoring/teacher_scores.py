@@ -3,8 +3,6 @@
 A failed request fails the sample, with its reason; no number replaces an answer.
 """
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple, cast
 

@@ -6,8 +6,6 @@ late reader has what all others have. The board also decides which attempt of a 
 new one is filled from storage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

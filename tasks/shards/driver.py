@@ -3,8 +3,6 @@
 Knows nothing of how shards are started, nor of how they work.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iteratio
 iteration's folder until then: stored losses are not computed again. The trainer's ranks compute them, in their own layout.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

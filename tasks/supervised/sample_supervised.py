@@ -4,8 +4,6 @@ The response is the row's label as text; for a dialogue, everything from the fir
 committed history and the sources; writes prompts.parquet, verdicts.parquet and batch.parquet.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ and that no engine runs far ahead of storage. Knows nothing of requests or files
                                        once storage has what there is
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

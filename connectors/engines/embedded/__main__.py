@@ -3,8 +3,6 @@
 With MILLRACE_ENGINE_KEY in the environment every request except /health must bring that key.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

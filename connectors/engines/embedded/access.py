@@ -3,8 +3,6 @@
 Decides once per request, by its headers only. Knows no endpoint except /health, which is open to all.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import socket

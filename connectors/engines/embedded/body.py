@@ -1,7 +1,5 @@
 """Reading the JSON body of a request. Apart from `access`, which drivers import: this loads torch."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 Owns rendering messages by the folder's chat template, and the form of the answer. One completion per request, not streamed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

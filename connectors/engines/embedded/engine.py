@@ -3,8 +3,6 @@
 Owns the queue, sampling, stopping, pausing and weight versions; knows nothing of HTTP, nor of the content of slots.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """The command line of the embedded engine."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Owns parsing and answering; decides nothing about tokens. Bodies are JSON and safetensors; nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

@@ -1,7 +1,5 @@
 """Text in and out: the tokenizer file, end-of-sequence ids and stop strings."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 Owns requests, answers and their errors; does not choose engines and does not retry.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """HTTP to one server: JSON requests, and the error for each kind of failure. Knows no endpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping

@@ -3,8 +3,6 @@
 Owns request bodies and refusals; knows nothing of when an engine is to be updated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

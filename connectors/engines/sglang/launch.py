@@ -4,8 +4,6 @@ Owns how configuration becomes arguments and environment. SGLang's options are c
 ServerArgs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

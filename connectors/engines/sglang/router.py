@@ -6,8 +6,6 @@ control endpoints and does not report which engine answered. Requests on a remov
 its request ends at the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@
 The key is passed in the environment, since every user of the machine can see command lines.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -4,8 +4,6 @@ Owns finding SGLang. Parses its source without an import, which would need CUDA'
 folder.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

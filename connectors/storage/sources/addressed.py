@@ -5,8 +5,6 @@ into memory. Rows are parsed on demand, so an unusable row shows only then. Each
 checksum from the first scan, since the file may be replaced meanwhile.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 import zlib

@@ -3,8 +3,6 @@
 Owns parsing the headers, which are flatbuffers (Arrow's format/Message.fbs has the fields). Arrow has checked their offsets.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Owns reading block by block and row by row; core decides which rows are usable. Every row gives one item, in file order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any

@@ -3,8 +3,6 @@
 Owns their order. Knows nothing of what the files hold, except for the index of a saved data set.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

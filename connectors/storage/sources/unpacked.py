@@ -5,8 +5,6 @@ letter packs to nothing. Owns the bounds, which depend on the file's size, and t
 columns of text stay references into their dictionary, and a few rows at a time are unpacked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any

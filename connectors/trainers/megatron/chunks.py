@@ -6,8 +6,6 @@ step is made from the committed batch, chunk by chunk, and an early pass counts 
 the same bits for any number of early chunks. Knows nothing of held versions, files or actors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Sequence

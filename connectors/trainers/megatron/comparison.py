@@ -6,8 +6,6 @@ same bits writes the same files, and one with other bits overwrites none. `core.
 rank calls every method with the same rows, so that all ranks refuse or none does.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

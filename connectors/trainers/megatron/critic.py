@@ -4,8 +4,6 @@ A second model with a scalar head that starts at zero, and with a separate optim
 folder, or from algorithm.advantage.critic.path. Reads returns from the batch. Value loss: token mean over the global batch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

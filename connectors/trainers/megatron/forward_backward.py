@@ -4,8 +4,6 @@ Owns megatron's schedule, the assembly of response tokens over context parallel 
 Knows nothing of objectives, sets, files or versions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ advantages, which share one scale over the iteration; all else is computed step 
 checkpoint. Knows nothing of files, actors or requested versions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

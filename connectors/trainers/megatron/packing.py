@@ -3,8 +3,6 @@
 Owns which rank gets which sample, padding, and context parallel order. Knows nothing of losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ Not patches, and set in the modules that use them: fields meant to be set (hooks
 `param_groups`) and megatron's marks on parameters of our models (`sequence_parallel`, `grad_added_to_main_grad`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -3,8 +3,6 @@
 Owns passing a rank's batch to the objective. Knows nothing of versions, files, actors or other models.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

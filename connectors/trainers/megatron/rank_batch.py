@@ -3,8 +3,6 @@
 Owns the layout: the response tokens of all packs are concatenated in one dimension N. Knows nothing of models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

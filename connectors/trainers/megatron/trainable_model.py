@@ -3,8 +3,6 @@
 Owns the order of an optimizer step: all checks that may refuse it come before any change. Knows nothing of losses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core import parallel_state as mpu

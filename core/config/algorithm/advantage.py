@@ -1,7 +1,5 @@
 """`algorithm.advantage`: one variant an estimator. Formulas stand in millrace.core.algorithms.advantages."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

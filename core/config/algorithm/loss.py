@@ -1,7 +1,5 @@
 """`algorithm.loss`: one variant a policy loss. Formulas stand in millrace.core.algorithms.losses."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

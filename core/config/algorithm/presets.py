@@ -3,8 +3,6 @@
 Owns the values; knows nothing of how they are used. No torch. docs/algorithms.md has the formulas.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 Preset = Literal[

@@ -1,7 +1,5 @@
 """Rules of `algorithm`: combinations that make no sense, each with its reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem

@@ -1,7 +1,5 @@
 """The fields of `algorithm`, its `correction` and `teacher_server`, and how a preset fills the missing ones. Knows nothing of the mathematics."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Common fields of sources and held-out sets: their files, their columns, and how a row becomes a prompt."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

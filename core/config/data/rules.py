@@ -1,7 +1,5 @@
 """Rules of `data`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from millrace.core.config.data import Source

@@ -1,7 +1,5 @@
 """The `data` section."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Fields of megatron-core's DistributedDataParallelConfig: `trainer.megatron_ddp`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Fields of megatron-core's OptimizerConfig: `trainer.megatron_optimizer`."""
 
-from __future__ import annotations
-
 from millrace.core.config.megatron_options.table import Accepted, OptionTable, by_reason
 
 ACCEPTED = {

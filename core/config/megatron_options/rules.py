@@ -1,7 +1,5 @@
 """Rules of `trainer.megatron`, `trainer.megatron_optimizer` and `trainer.megatron_ddp`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace.core.config import layout_rules

@@ -1,7 +1,5 @@
 """How many layers each stage of a pipeline holds, as options of trainer.megatron divide them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ every supported version of megatron-core: it is accepted, set by a field of mill
 field is in all of them. The tests hold it against the installed version.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Fields of megatron-core's TransformerConfig: `trainer.megatron`, the losses of an expert router among them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -5,8 +5,6 @@ there. `null` stands for the preset's value. If null is a valid value, a form om
 `merged` puts values over values, section by section.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType

@@ -1,7 +1,5 @@
 """A choice between variants of a section, each with only its own fields. Knows no section."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

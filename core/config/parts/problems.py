@@ -1,7 +1,5 @@
 """Problems of a configuration, with field, value, reason and remedy, and how they are shown."""
 
-from __future__ import annotations
-
 import difflib
 import shutil
 import textwrap

@@ -3,8 +3,6 @@
 A secret is recognised by its place: the password of a URL, or the value of a key with a name such as api_key.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

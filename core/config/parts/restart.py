@@ -4,8 +4,6 @@ Each field has a decision: its own, or that of the nearest section above it. A f
 step, or the first task of its kind, after the start. A change of any other field is refused at the start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The base of every configuration section: pydantic settings, titles for forms, and which sections a field has."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """The one shape in which a configuration names a function of the user. Knows nothing of who calls it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 

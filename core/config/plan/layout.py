@@ -5,8 +5,6 @@ of one tensor parallel group, of which placement.tensor_over_hosts makes a bundl
 If trainer and engines share GPUs, it holds both, so that they stay together on any node.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Estimates are upper bounds of what millrace itself allocates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from millrace.core.config.megatron_options.stages import layers_of_ranks

@@ -1,7 +1,5 @@
 """What one iteration does, and how many there are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from millrace.core.config.run_config import RunConfig

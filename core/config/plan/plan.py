@@ -1,7 +1,5 @@
 """The plan of a run, as `millrace check` prints it. Reads the model's config.json and nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from millrace.core.config.plan.layout import Layout, layout_of, visible_gpus

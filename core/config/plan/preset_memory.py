@@ -1,7 +1,5 @@
 """The memory that a preset's layouts need of each GPU, by the plan's estimates: who needs 80 GB GPUs, and who needs 141 GB."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from millrace.core.config.plan.memory import trainer_memory

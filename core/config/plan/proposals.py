@@ -3,8 +3,6 @@
 A layout is the split of the model; the other settings are the configuration's. `trainer.recompute` is raised where only that fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -4,8 +4,6 @@ A field that is set and ignored is no error: `millrace check` names it with the 
 millrace.core.config.rules. A test computes this table for every field in every mode.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A file with `base: other.yaml` holds the differences from that file. Paths in a file are relative to its folder, `base` too.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Turns pydantic's errors into problems that name field, value and remedy. Pure."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

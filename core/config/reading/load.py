@@ -4,8 +4,6 @@ Text that does not parse is reported with its place. The rest is validated whole
 to every part of it that makes sense.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`key=value` overrides: dotted keys, into lists by index or by an item's name. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

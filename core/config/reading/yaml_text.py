@@ -3,8 +3,6 @@
 Nesting and the number of values are bounded: a small text can mean more than memory holds. Pure.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Rules of `rollout.routing_replay`: what returns no experts, or others than those that sampled the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem

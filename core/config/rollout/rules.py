@@ -1,7 +1,5 @@
 """Rules of `rollout`; rules of its sampling are in `sampling`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace.core.config.algorithm.rules import unweighed

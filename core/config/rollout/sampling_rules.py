@@ -10,8 +10,6 @@ least length and grammar have changed the logits, and before top-k, top-p and mi
                                              trainer and engine cannot be compared, so rollouts that train refuse it
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

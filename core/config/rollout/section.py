@@ -1,7 +1,5 @@
 """How samples are generated, and the off-policy reuse of finished groups."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Rollouts of several turns, with your functions, environments and tools."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 

@@ -5,8 +5,6 @@ Temperature and other parameters of the distribution are the same for the batch:
 them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ may carry a switch: `weight` (0 or 1), as OpenAI's format for fine-tuning has it
 see it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

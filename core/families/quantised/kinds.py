@@ -3,8 +3,6 @@
 A kind says which tensors of a file hold a weight, and makes the weight of them. What is not one of these is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 It gets slime's samples of a group with what filters read of them, and the options as args. Imports nothing of slime's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

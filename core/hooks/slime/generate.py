@@ -5,8 +5,6 @@ known tokens exactly, or starts a branch. Generated tokens are trained, unless a
 loss_mask, by remove_sample, or by ending before them. A sample with other tokens is refused, never repaired.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

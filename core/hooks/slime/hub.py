@@ -1,7 +1,5 @@
 """Rewards of slime's hub under slime's names, computed by millrace's rewards: for imports from slime.rollout.rm_hub."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

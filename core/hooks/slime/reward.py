@@ -4,8 +4,6 @@
 It gets slime's sample with the fields that rewards read, and the options as args. Imports nothing of slime's.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real

@@ -4,8 +4,6 @@ A missing name within a function fails only when the function runs. Found here, 
 functions that the hook reaches by name, and each module's code outside of functions.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The program in a response, and whether its result is what the row expects. Pure: text in, verdict out."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -8,8 +8,6 @@
 A value may be JSON text of the same. Owns only the parsing: nothing is run here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Values travel as JSON with a mark at each container: ["l", ...] list, ["t", ...]
 ["d", [key, value], ...] dict, ["i", ...] iterator, ["c", real, imaginary] complex, ["b", hex] bytes.
 """
 
-from __future__ import annotations
-
 VALUES = '''
 import itertools, json, math
 

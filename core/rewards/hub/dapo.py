@@ -3,8 +3,6 @@
 Answers are compared as text and as numbers; algebra is not used.
 """
 
-from __future__ import annotations
-
 import re
 
 from millrace.core.hooks.protocols import RewardInput, RewardResult

@@ -1,7 +1,5 @@
 """The reward of DeepScaleR: only the last box after the reasoning counts. Pure."""
 
-from __future__ import annotations
-
 from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.rewards.math import boxed_answer, judged, last_boxed
 from millrace.core.rewards.text import label_text

@@ -1,7 +1,5 @@
 """Token F1 of SQuAD (arXiv:1606.05250): how many words answer and label share. Pure."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

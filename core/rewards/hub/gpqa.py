@@ -4,8 +4,6 @@ A response is read clause by clause: which letter it states, considers, or rules
 others, is no answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

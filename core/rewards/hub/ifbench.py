@@ -4,8 +4,6 @@ The checks come from the package if-verifiable, an extra. A row holds `instructi
 `kwargs`, in the form of allenai/IFBench_test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

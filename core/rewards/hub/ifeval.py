@@ -5,8 +5,6 @@ instruction, `kwargs`, in the form of google/IFEval.
 IFBench reads rows of this form too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 

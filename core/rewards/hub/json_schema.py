@@ -1,7 +1,5 @@
 """A reward for responses that are JSON of a given schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ if the second is, 0.5 if neither; or a RewardResult of that number with texts, w
 same group has the same tournament again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect

@@ -4,8 +4,6 @@
 better, 0 worse, 0.5 level. Source: ArenaRL (Zhang et al., arXiv:2601.06487).
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Owns which events of an earlier attempt count: an event is found again if the ro
 From the first difference in a branch on, its recorded events no longer count, and a row says so.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any

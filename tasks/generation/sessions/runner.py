@@ -5,8 +5,6 @@ that ended its process fails with the reason; if one of its tool calls did, the 
 A rollout that may be the cause, since a signal ended its process, is first run once more by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -5,8 +5,6 @@ SGLang sends all tokens in each event, or with --incremental-streaming-output on
 engines.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

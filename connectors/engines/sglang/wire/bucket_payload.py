@@ -4,8 +4,6 @@ Owns SGLang's format without importing SGLang: its unpickler allows classes of t
 attribute. Knows nothing of the weights' origin.
 """
 
-from __future__ import annotations
-
 import base64
 import pickle
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Owns that process and its state. Writes at most one checkpoint at a time. Knows nothing of other ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

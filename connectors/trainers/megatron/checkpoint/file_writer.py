@@ -5,8 +5,6 @@ a process per file: that takes seconds even for a small checkpoint, and the fork
 files are the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

@@ -4,8 +4,6 @@ Owns which rank transfers which file, and the calls that all ranks make together
 that no rank waits for it. Knows nothing of what the files hold.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable, Iterator

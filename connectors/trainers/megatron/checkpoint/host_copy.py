@@ -3,8 +3,6 @@
 Owns the memory and the place of each tensor in it. Knows nothing of files.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

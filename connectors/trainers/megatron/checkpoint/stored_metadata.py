@@ -4,8 +4,6 @@ PyTorch stores a checkpoint's table of contents as a pickle, and unpickles objec
 allowed content of a table of contents. Knows nothing of models.
 """
 
-from __future__ import annotations
-
 import io
 import pathlib
 import pickle

@@ -4,8 +4,6 @@ Owns which files a checkpoint has and when it is complete. A checkpoint loads un
 expert and data parallelism.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

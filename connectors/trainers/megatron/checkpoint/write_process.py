@@ -3,8 +3,6 @@
 Reads its task from standard input, and returns the written files on standard output.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -4,8 +4,6 @@ Owns which files of the target are whole: `.conversion` there names each finishe
 was killed goes on. Needs no GPU, no process group and no megatron-core; holds about one parameter in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

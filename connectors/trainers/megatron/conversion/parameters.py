@@ -4,8 +4,6 @@ megatron-core stacks equal layers and experts in one tensor, or numbers them in 
 the linear layer after it. Owns these forms. Knows nothing of files.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

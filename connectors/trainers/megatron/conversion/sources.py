@@ -3,8 +3,6 @@
 Owns which folder is of which form, and where the model's description is: its config.json and tokenizer.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Literal, Protocol

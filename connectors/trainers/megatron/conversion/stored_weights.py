@@ -4,8 +4,6 @@ Our trainer, Megatron-LM and slime write this format: tensors with global shapes
 megatron-core nor process groups, and reads files as data: no name in them is imported or called. Optimizer states are left alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -3,8 +3,6 @@
 A file is written as it is read, a parameter at a time. Owns the content of files; knows nothing of what is written already.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -8,8 +8,6 @@ values are gathered and queries stay in zigzag order.
 A sink is a logit of each head beside those of the keys: a key that every token attends to and that has no value. Knows nothing of projections or rotary positions.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Each sequence is cut into 2 * size chunks; rank r holds chunks r and 2 * size - 
 Owns the order and the exchanges, forward and backward. Knows nothing of attention itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise

@@ -7,8 +7,6 @@ lengths are rounded up and counts are powers of two to make shapes recur.
 Owns the cut, and moving rows into parts and back. Knows nothing of projections.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

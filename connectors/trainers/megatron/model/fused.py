@@ -6,8 +6,6 @@ The plain form of each function is its definition; tests compare the kernels wit
 freed, and later filled with the same bits. megatron has this too, but only with Transformer Engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

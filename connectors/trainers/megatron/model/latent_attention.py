@@ -8,8 +8,6 @@ Context parallel ranks exchange latents instead of the keys and values of heads,
 the heads with which it attends from the latents of the whole pack.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Owns which operations share a pass over memory (see `fused`). Parameters and their names are megatron's.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ a chunk keep the model's dtype and are read once, their gradient overwrites them
 to the optimizer's buffer. Also on a GPU, logits of chunks are kept while the device has memory to spare.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

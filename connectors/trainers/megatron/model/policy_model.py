@@ -4,8 +4,6 @@ Owns construction. The last stage returns hidden states, not logits: `logprobs` 
 the logits of a whole pack never exist.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

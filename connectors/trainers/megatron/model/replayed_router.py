@@ -5,8 +5,6 @@ too. A token's weights are those of the current router at the replayed experts, 
 A token without a row, such as padding, is routed by the router itself. Knows nothing of where rows come from.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

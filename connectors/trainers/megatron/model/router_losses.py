@@ -5,8 +5,6 @@ change them, and scales them by tokens; here each is a mean over the step, indep
 Knows nothing of the policy's objective.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 megatron's own takes other groups than Hugging Face and SGLang, and always normalises weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

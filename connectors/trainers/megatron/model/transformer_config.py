@@ -1,7 +1,5 @@
 """megatron's TransformerConfig from millrace's configuration and a Hugging Face config."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ weights do not change. All computation uses the plain forms of `fused`, `logprob
 nothing of the use of the results.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

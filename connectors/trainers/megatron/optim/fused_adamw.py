@@ -4,8 +4,6 @@ Without Transformer Engine or Apex, megatron's own step reads one number from th
 passes. Owns no state: the optimizer and its checkpoints stay megatron's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

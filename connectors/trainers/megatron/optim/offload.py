@@ -4,8 +4,6 @@ Works on storages, not tensors, so that every view stays valid. Optimizer state 
 next time; gradients are dropped. The weights stay on the GPU, since engines read them while the rest is offloaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """AdamW, its learning-rate schedule, and megatron-core's data parallel wrapper with fp32 gradient buffers, from the configuration."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial

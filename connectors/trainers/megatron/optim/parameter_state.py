@@ -8,8 +8,6 @@ the state in each rank's host memory.
 Owns which rank saves which parameter. Knows nothing of files.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A step that is repeated uses the numbers of its first time, even if the schedule has changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Call `install` once per process, and enter `on_cpu` around each thread's calls to megatron.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

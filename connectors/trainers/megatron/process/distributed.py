@@ -1,7 +1,5 @@
 """The process group of the trainer's ranks and megatron's parallel groups within it, on gloo or NCCL."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -4,8 +4,6 @@ Owns the messages, and the texts by which libraries report such a failure. Knows
 call's tensors are freed with its frames.
 """
 
-from __future__ import annotations
-
 import psutil
 import torch
 

@@ -4,8 +4,6 @@ Owns the cut of the stream, and which tensors stay together, the broadcast of te
 buffer: the extra memory is one bucket for any model. Knows nothing of the receivers.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Built from torch's store and backend classes, with the key prefixes of a group t
 the trainer's groups and can be closed alone. Rank 0 listens on a single address.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -3,8 +3,6 @@
 Owns that a reader never sees a half-written export. `core.families` reads tensors, and decides which ones a folder must hold.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Owns how tensors are fused, and split over tensor parallel ranks. Knows nothing of files or process groups.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Owns which rank writes which tensor. Knows nothing of files, nor of the tensors' receivers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
