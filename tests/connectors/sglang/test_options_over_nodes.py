@@ -85,10 +85,11 @@ def test_an_option_works_or_is_refused_by_name(name: str, nodes: int, tmp_path: 
     assert found == {refused[nodes - 1]} - {WORKS}
     if found:
         return
+    (tmp_path / "config.json").write_text("{}")
     lines = []
     for rank in range(nodes):
         node = Node(rank, MEETING) if nodes > 1 else None
-        start = EngineStart(made, "m", 0, "10.0.0.1", "key", tmp_path, node)
+        start = EngineStart(made, str(tmp_path), 0, "10.0.0.1", "key", tmp_path, node)
         lines.append(list(launch_sglang(start).command))
     spans = {"--nnodes": str(nodes), "--dist-init-addr": MEETING} if nodes > 1 else {}
     for rank, line in enumerate(lines):
