@@ -21,7 +21,7 @@ from millrace.connectors.huggingface.tiny import build_tiny_model
 from tests.support.doc_commands import Reader, blocks
 from tests.support.flow_runs import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("first_hour")]
+pytestmark = [pytest.mark.slow, pytest.mark.sequence, pytest.mark.xdist_group("first_hour")]
 SUMS = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10) for b in range(10)]
 SUPERVISED = "models#supervised-training"
 SMALL = (

@@ -28,6 +28,17 @@ def test_commits_start_with_different_tests() -> None:
     assert firsts == {*TESTS}
 
 
+def test_a_sequence_starts_at_its_first_test() -> None:
+    whole = {"tests/a.py", "tests/b.py"}
+    for commit in range(20):
+        order = ordered(str(commit), TESTS, whole)
+        assert sorted(order) == sorted(TESTS)
+        for file in whole:
+            assert [name for name in order if name.startswith(file)] == [
+                name for name in TESTS if name.startswith(file)
+            ]
+
+
 def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_late.py").write_text(
         "import os\nfrom tests.slow_part import UNTIL\n\n"
