@@ -160,10 +160,7 @@ def find_process(pid: int, created: float) -> psutil.Process | None:
 def is_alive(pid: int, created: float) -> bool:
     """Whether the recorded process lives. A zombie does not."""
     process = find_process(pid, created)
-    try:
-        return process is not None and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return process is not None and _runs(process)
 
 
 def send_signal(process: psutil.Process, number: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from millrace.connectors.host.process_identity import wait_ended
 from millrace.connectors.tensorboard.tracker import TensorboardTracker
 from millrace.connectors.wandb.tracker import WandbTracker
 from millrace.core.errors import TrackerError
@@ -191,7 +192,7 @@ def test_calls_after_wandbs_process_has_died_fail_as_a_trackers(
     assert service
     for process in service:
         process.kill()
-    psutil.wait_procs(service)
+    assert not wait_ended(service, 60)
     with pytest.raises(TrackerError):  # what is logged before may lie in a pipe
         tracker.finish()
     for call in CALLS.values():

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.connectors.host.process_identity import wait_ended
 from tests.support.cluster_run import ClusterRun, ended
 from tests.support.flow_runs import Workplace, final_weights, generated, trained, wait_until
 from tests.support.ray_nodes import RayNodes, ray_nodes
@@ -66,8 +67,7 @@ def test_the_run_is_as_with_an_engine_on_one_node_also_when_the_second_loses_its
     found = servers(spanning)
     assert sorted(found) == [0, 1]
     found[1].kill()
-    psutil.wait_procs([found[0]], timeout=60)
-    assert not found[0].is_running()  # the first one is ended with it
+    assert not wait_ended([found[0]], 60)  # the first one is ended with it
     spanning.held.unlink()
     out = ended(process, 0)
     assert re.search(r"its process on node 2 of 2 has ended; ending the others", out), out

@@ -23,6 +23,7 @@ import psutil
 import pytest
 from ray._private.authentication_test_utils import reset_auth_token_state
 
+from millrace.connectors.host.process_identity import wait_ended
 from millrace.connectors.ray.cluster import ADDRESS_FILE
 from tests.support.flow_runs import Patience
 
@@ -89,7 +90,7 @@ class Node:
         found = [p for p in self._processes() if "--mode=specific-server" in _arguments(p)]
         for process in found:
             process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(found, timeout=20)
+        wait_ended(found, 20)
         return len(found)
 
     def kill(self) -> None:
@@ -99,7 +100,7 @@ class Node:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         self._process.wait()
-        psutil.wait_procs(everything, timeout=20)
+        wait_ended(everything, 20)
 
     def _processes(self) -> list[psutil.Process]:
         try:

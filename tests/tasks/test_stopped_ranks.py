@@ -15,6 +15,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from millrace.connectors.host.process_identity import wait_ended
 from millrace.connectors.ray import cluster
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.storage.run_folder import RunFolder
@@ -70,8 +71,7 @@ async def stopped(ranks: Any, number: int) -> int:
 
 
 async def until_gone(pid: int) -> None:
-    gone, _ = await asyncio.to_thread(psutil.wait_procs, processes(pid), timeout=PATIENCE_S)
-    assert gone or not processes(pid)
+    assert not await asyncio.to_thread(wait_ended, processes(pid), PATIENCE_S)
 
 
 def processes(pid: int) -> list[psutil.Process]:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from millrace.connectors.host.process_identity import wait_ended
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.core.errors import ActorLostError, ActorStalledError, TrainerError
 from millrace.core.waits import Limit
@@ -176,10 +177,7 @@ async def test_actors_in_which_nothing_moves_are_ended_though_they_answer(
     async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(ActorStalledError, match=said):
             await group.call_together(TIMEOUT_S, Counter.work, TIMEOUT_S * 2)
-    gone, _ = psutil.wait_procs(
-        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=TIMEOUT_S
-    )
-    assert not any(map(psutil.pid_exists, pids)), gone
+    assert not wait_ended([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], TIMEOUT_S)
 
 
 @pytest.mark.slow
@@ -220,8 +218,7 @@ async def test_actors_are_found_again_after_their_driver_was_killed(ray_home: Pa
     assert await actors.end_others({"start": 10}) == 0
     assert await actors.end_others({"start": 11}) == 2
     assert actors.find("counter", 0, Counter) is None
-    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    assert not any(map(psutil.pid_exists, pids))
+    assert not wait_ended([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 10)
 
 
 async def test_the_head_listens_on_loopback_only_scales_nothing_and_is_found_again(joined: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.process import EngineServer
+from millrace.connectors.host.process_identity import wait_ended
 from millrace.connectors.ray import actors
 from millrace.core.config import RunConfig
 from millrace.tasks.runtime.proxies import EngineProxy
@@ -75,5 +76,4 @@ async def test_engines_as_actors_survive_the_loss_of_one_and_of_their_driver(
     await second.close()
     pids = [(await (await handle(index)).state())["pid"] for index in range(2)]
     assert await actors.end() == 2
-    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    assert not any(map(psutil.pid_exists, pids))
+    assert not wait_ended([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 10)
