@@ -20,14 +20,18 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from OPTIMIZER.problems(config, t.megatron_optimizer)
     yield from DDP.problems(config, t.megatron_ddp)
     modules = t.megatron.get("recompute_modules")
-    losses = {"moe_aux_loss_coeff", "moe_z_loss_coeff"} & set(t.megatron)
-    if losses and isinstance(modules, list) and "moe" in modules:
-        yield Problem(
-            "trainer.megatron.recompute_modules",
-            modules,
-            "experts that are computed again no longer know their pack, which the routers' losses need",
-            "take trainer.recompute=full",
-        )
+    needs = {
+        "the routers' losses need": {"moe_aux_loss_coeff", "moe_z_loss_coeff"} & set(t.megatron),
+        "rollout.routing_replay needs": config.rollout.routing_replay,
+    }
+    for who, needed in needs.items():
+        if needed and isinstance(modules, list) and "moe" in modules:
+            yield Problem(
+                "trainer.megatron.recompute_modules",
+                modules,
+                f"experts that are computed again no longer know their pack, which {who}",
+                "take trainer.recompute=full",
+            )
 
 
 def router_problems(config: RunConfig, architecture: Architecture) -> Iterator[Problem]:

@@ -54,14 +54,6 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"engines.sglang.{name}", value, f"rollout.routing_replay: {reason}", "leave it out"
             )
-    modules = config.trainer.megatron.get("recompute_modules")
-    if isinstance(modules, list) and "moe" in modules:
-        yield Problem(
-            "trainer.megatron.recompute_modules",
-            modules,
-            "experts that are computed again no longer know their pack, which rollout.routing_replay needs",
-            "take trainer.recompute=full",
-        )
 
 
 def model_problems(config: RunConfig, architecture: Architecture) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ import pytest_asyncio
 from millrace.connectors.engines.fleet import Fleet
 from millrace.connectors.engines.sglang.client import SglangClient
 from tests.support.local_handle import COUNT, LocalHandle, LocalRouterHandle, fleet_config
+from tests.support.session_engines import EnginePlace
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +70,24 @@ async def make_fleet(
             await client.resume()
             await client.abort()
             await client.close()
+
+
+@pytest.fixture
+async def client(engine: str) -> AsyncIterator[SglangClient]:
+    """A client of the file's own `engine`."""
+    made = SglangClient(engine, "engine-0")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def places() -> AsyncIterator[Callable[..., EnginePlace]]:
+    made: list[EnginePlace] = []
+
+    def make(*args: Any, **options: Any) -> EnginePlace:
+        made.append(EnginePlace(*args, **options))
+        return made[-1]
+
+    yield make
+    for place in made:
+        place.pool.close()

@@ -6,7 +6,7 @@ Engines, processes, dialogues and records are real.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,26 +59,6 @@ Make = Callable[..., EnginePlace]
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with embedded_engine(tiny_model, log=tmp_path_factory.mktemp("exact") / "log") as (url, _):
         yield url
-
-
-@pytest.fixture
-async def client(engine: str) -> AsyncIterator[SglangClient]:
-    made = SglangClient(engine, "engine-0")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def places() -> AsyncIterator[Make]:
-    made: list[EnginePlace] = []
-
-    def make(*args: Any, **options: Any) -> EnginePlace:
-        made.append(EnginePlace(*args, **options))
-        return made[-1]
-
-    yield make
-    for place in made:
-        place.pool.close()
 
 
 # one of each kind of session

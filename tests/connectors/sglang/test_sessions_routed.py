@@ -3,9 +3,8 @@ engine chose when it was first asked for what follows."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,26 +34,6 @@ def engine(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         _,
     ):
         yield url
-
-
-@pytest.fixture
-async def client(engine: str) -> AsyncIterator[SglangClient]:
-    made = SglangClient(engine, "engine-0")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def places() -> AsyncIterator[Make]:
-    made: list[EnginePlace] = []
-
-    def make(*args: Any, **options: Any) -> EnginePlace:
-        made.append(EnginePlace(*args, **options))
-        return made[-1]
-
-    yield make
-    for place in made:
-        place.pool.close()
 
 
 def fed(sample: MadeSample) -> int:
