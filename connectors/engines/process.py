@@ -173,9 +173,8 @@ class _EngineHolder(_ServerHolder):
     def _launch_node(self, model: str, node: Node) -> None:
         self.kill()
         kind = self._kind()
-        folder = self._files.enter_context(
-            temporary_folder("millrace-engine")
-        )  # no other user can read in it
+        # no other user can read in it
+        folder = self._files.enter_context(temporary_folder("millrace-engine"))
         start = EngineStart(self.config, model, self.index, self.address, self._key, Path(folder), node)
         self._launch(f"engine {self.index} ({kind}), node {node.rank}", LAUNCH[kind](start))
 

@@ -31,7 +31,7 @@ class SpanningEngine:
     async def state(self) -> ServerState:
         """The first process's state; alive if all live. Raises ActorLostError if the holder of one is gone.
 
-        An engine of which a holder was made anew counts as never started: its death was counted when the holder was lost.
+        If a holder was made again, the engine counts as never started: its death was counted when the holder was lost.
         """
         states = await asyncio.gather(*(node.state() for node in self._nodes))
         alive = all(state["alive"] for state in states)

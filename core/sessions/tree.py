@@ -17,9 +17,8 @@ class Segment:
     output_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[tuple[int, int]]  # first token of the segment, weight version
-    routed: bytes = (
-        b""  # stored experts of the tokens since the branch's, up to the one before the segment's last
-    )
+    # stored experts of the tokens since the branch's, up to the one before the segment's last
+    routed: bytes = b""
 
 
 @dataclass

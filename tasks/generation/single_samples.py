@@ -37,9 +37,8 @@ class Answer:
     reason: str | None
     started: float  # Unix time at which it got a slot among the samples in flight
     seconds: float
-    routed_before: bytes = (
-        b""  # stored experts of its earlier part, if another iteration or attempt made that
-    )
+    # stored experts of its earlier part, if another iteration or attempt made that
+    routed_before: bytes = b""
 
     @property
     def routed(self) -> bytes | None:

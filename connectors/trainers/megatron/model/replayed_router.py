@@ -72,9 +72,8 @@ class PackRouter(TopKRouter):
             return
         arch: Architecture = self.config.arch
         rows = self.bounds.routed[:, arch.expert_layers.index(self.layer_number - 1)]
-        if (
-            self.tp_group.size() > 1
-        ):  # megatron requires sequence parallelism for experts: this rank has a part of the tokens
+        # megatron requires sequence parallelism for experts, so a tensor parallel rank has a part of the tokens
+        if self.tp_group.size() > 1:
             rows = rows.chunk(self.tp_group.size())[self.tp_group.rank()]
         own, rows = self.own_choice(logits), rows.long()
         self.router_replay.clear_indices()  # a layer's pass takes them at once, so megatron need not keep them for the next

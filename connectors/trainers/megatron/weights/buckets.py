@@ -1,6 +1,6 @@
 """Weights as a stream of flat buckets under Hugging Face names. Every rank gets every bucket.
 
-Owns the cut of the stream, and which tensors stay together, the broadcast of tensors that only some ranks hold (a pipeline stage, experts), and one reused
+Owns the cut of the stream, which tensors stay together, the broadcast of tensors that only some ranks hold (a pipeline stage, experts), and one reused
 buffer: the extra memory is one bucket for any model. Knows nothing of the receivers.
 """
 
