@@ -197,29 +197,39 @@ def processes_of(leader: int) -> set[int]:
 
     A descendant that started a new session is not found once its parent has ended: nothing names its origin.
     """
+    return _below(leader, _process_table())
+
+
+def _below(leader: int, table: dict[int, tuple[int, int]]) -> set[int]:
+    found = {pid for pid, (_, session) in table.items() if session == leader}
+    while below := {pid for pid, (parent, _) in table.items() if parent in found} - found:
+        found |= below
+    return found
+
+
+def _process_table() -> dict[int, tuple[int, int]]:
+    """Parent and session of each process. Empty if the system has no /proc."""
+    table: dict[int, tuple[int, int]] = {}
     if not os.path.isdir("/proc/self"):  # not Linux
-        return set()
-    parents: dict[int, int] = {}
-    found: set[int] = set()
+        return table
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 status = Path("/proc", name, "stat").read_text(errors="replace")
                 _, parent, _, session = status.rpartition(")")[2].split()[:4]
-                parents[int(name)] = int(parent)
-                if int(session) == leader:
-                    found.add(int(name))
-    while below := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= below
-    return found
+                table[int(name)] = int(parent), int(session)
+    return table
 
 
 def kill_with_descendants(leader: int) -> None:
-    """Kill the group that a process leads, and its descendants outside the group."""
-    outside = processes_of(leader) - {leader}
+    """Kill the group that a child of this process leads or led, and its descendants outside the group."""
+    table = _process_table()
+    parent, _ = table.get(leader, (os.getpid(), leader))
+    if parent != os.getpid():
+        return  # the child was waited for, and the kernel gave its number to a stranger
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it does not lead a group yet
         os.killpg(leader, signal.SIGKILL)
-    for pid in outside:
+    for pid in _below(leader, table) - {leader}:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 

@@ -23,8 +23,9 @@ IN_SHARDS = [f"{field}={value}" for field, value in forms.TWO_SHARDS.items()]
 
 @pytest.fixture(scope="module")
 def tailed(workplace: Workplace) -> Workplace:
-    """The workplace with sums whose answers are of very different lengths."""
-    (workplace.folder / forms.TAILED).write_text(forms.tailed_rows())
+    """The workplace with sums whose answers are of very different lengths, and the form's reward."""
+    for name, text in {**forms.MODULES, forms.TAILED: forms.tailed_rows()}.items():
+        (workplace.folder / name).write_text(text)
     return workplace
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ POINTS = (AMID_A_ROLLOUT, *REDUCED, AMID_TURNS_AHEAD)
 
 
 @pytest.fixture(scope="module")
-def site(workplace: Workplace, whole: Path) -> Site:
-    return Site(workplace, whole)
+def site(workplace: Workplace, whole: Path) -> Iterator[Site]:
+    made = Site(workplace, whole)
+    yield made
+    made.leave()
 
 
 @pytest.mark.parametrize(

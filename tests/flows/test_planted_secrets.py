@@ -184,7 +184,7 @@ def place(run: str, tmp_path: Path) -> Iterator[Workplace]:
         for (kind, field), secret in secrets_of(run).items()
         if kind == "env"
     }
-    with tempfile.TemporaryDirectory(prefix="r") as ray:  # short: sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as ray:  # short: sockets lie in it
         made.environment["RAY_TMPDIR"] = ray
         try:
             yield made

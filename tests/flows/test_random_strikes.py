@@ -6,6 +6,7 @@ MILLRACE_TEST_SEED draws others.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ STOPPED_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def site(workplace: Workplace, whole: Path) -> StruckSite:
-    return StruckSite(workplace, whole)
+def site(workplace: Workplace, whole: Path) -> Iterator[StruckSite]:
+    made = StruckSite(workplace, whole)
+    yield made
+    made.leave()
 
 
 @pytest.mark.slow

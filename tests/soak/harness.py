@@ -112,8 +112,12 @@ class Site:
 
     def close(self) -> None:
         """End the servers and the cluster."""
-        self._servers.close()
+        self.leave()
         self.place.call("server", "stop")
+
+    def leave(self) -> None:
+        """End the reward server and the cluster; the workplace is used by others too."""
+        self._servers.close()
 
     def kill(self, point: Point) -> Outcome:
         """Run, kill at the point, go on, and check every promise. Removes the run if every promise held."""

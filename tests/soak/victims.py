@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from millrace.connectors.host.process_identity import find_process
+
 
 def kill(victim: str, driver: int, home: Path, nodes: Sequence[int] = ()) -> list[int]:
     """`kill -9` a part of the run; returns the processes killed, none if the part does not run. nodes: as of `processes`."""
@@ -46,8 +48,9 @@ def processes(victim: str, driver: int, home: Path, nodes: Sequence[int] = ()) -
     if victim == "driver":
         return [driver]
     if victim == "prefect":
-        server = psutil.Process(json.loads((home / "prefect-server.json").read_text())["pid"])
-        return [server.pid, *(child.pid for child in server.children(recursive=True))]
+        record = json.loads((home / "prefect-server.json").read_text())
+        server = find_process(record["pid"], record["created"])
+        return [server.pid, *(child.pid for child in _below(server.pid))] if server else []
     heads = list(nodes) or _heads(home)
     if victim == "scorer":
         parents = [psutil.Process(driver), *_shards(heads)]
@@ -65,7 +68,9 @@ def processes(victim: str, driver: int, home: Path, nodes: Sequence[int] = ()) -
 
 
 def _heads(home: Path) -> list[int]:
-    return [int(pid) for pid in json.loads((home / "ray.json").read_text())["pids"]]
+    record = json.loads((home / "ray.json").read_text())
+    living = map(find_process, record["pids"], record["created"])
+    return [process.pid for process in living if process]
 
 
 def _shards(heads: list[int]) -> list[psutil.Process]:

@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 
 import psutil
 
+from millrace.connectors.host.process_identity import wait_ended
 from tests.support.flow_runs import PATIENCE_S, basic, output_of, wait_until
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -81,8 +82,9 @@ class Deployed:
     def kill_worker(self) -> None:
         """End the worker; asked politely it may wait for its last run's process for minutes."""
         assert self.worker is not None
-        os.killpg(self.worker.pid, signal.SIGKILL)
-        self.worker.wait()
+        if self.worker.is_running():  # its number is not another's by now
+            os.killpg(self.worker.pid, signal.SIGKILL)
+        wait_ended([self.worker], 20)
 
     def ask(self, path: str, body: object = None, method: str | None = None) -> Any:
         """One request to the server's API: with a body a POST, unless said otherwise."""

@@ -103,6 +103,8 @@ class Node:
         wait_ended(everything, 20)
 
     def _processes(self) -> list[psutil.Process]:
+        if not self.alive:
+            return []  # another process may have its number by now
         try:
             node = psutil.Process(self._process.pid)
             return [node, *node.children(recursive=True)]

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
+from millrace.connectors.host.process_identity import wait_ended
 from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, generated, trained, wait_until
 
 IN_SHARDS = ("placement.task_runner=ray", "rollout.shards=2", "engines.count=2")
@@ -35,7 +36,7 @@ class Held:
     def kill_shard(self) -> None:
         """`kill -9` of the process of the shard that waits."""
         self.shard.send_signal(signal.SIGKILL)
-        self.shard.wait(timeout=20)
+        assert not wait_ended([self.shard], 20)
 
     def kill_driver(self) -> None:
         """`kill -9` of the driver; its shards end with it."""

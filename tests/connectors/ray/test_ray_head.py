@@ -36,7 +36,7 @@ ODD_RECORDS = [
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # short: sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # short: sockets lie in it
         monkeypatch.setenv("RAY_TMPDIR", folder)
         yield tmp_path
         cluster.stop_local_head()
@@ -123,7 +123,7 @@ def test_a_ray_folder_too_long_for_its_sockets_is_named_before_anything_starts(
     }
     config = RunConfig.model_validate(values)
     most = head.SOCKET_BYTES - len(f"/{head.prefix()}0000{head.SOCKET}")
-    with tempfile.TemporaryDirectory(prefix="r") as short:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as short:
         monkeypatch.setenv("RAY_TMPDIR", short + "/" + "x" * (most - len(short) - 1))
         head.check_length()
         assert not [problem for problem in check_machine(config) if problem.field == "RAY_TMPDIR"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.connectors.host.process_identity import wait_ended
 from millrace.core.errors import BudgetError, EngineError, EngineLostError, MissingFileError
 from tests.support.engine_process import reference_logprobs
 from tests.support.fleets import (
@@ -151,7 +152,7 @@ async def test_room_is_made_before_a_server_starts_and_only_then(
     assert alive == []
     server = psutil.Process(handles[1].server.state()["pid"])
     server.kill()
-    server.wait(timeout=20)
+    assert not wait_ended([server], 20)
     await fleet.ensure(str(tiny_model))
     assert alive == [[True, False]]
 
