@@ -290,11 +290,13 @@ async def test_closing_ends_all_processes() -> None:
     assert not psutil.pid_exists(worker)
 
 
-LEAVE_A_SLEEPER = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=-3, start_new_session={}).pid)"
+LEAVE_A_SLEEPER = (
+    "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=-3, start_new_session={}).pid)"
+)
 
 
 @pytest.mark.parametrize("strange", [False, True])
-async def test_the_group_of_a_child_that_was_waited_for_is_killed_and_a_strangers_under_its_number_is_not(
+def test_the_group_of_a_child_that_was_waited_for_is_killed_and_a_strangers_under_its_number_is_not(
     strange: bool,
 ) -> None:
     """The number of a child may be another process's by then: a run of the same host would end."""
@@ -307,10 +309,10 @@ async def test_the_group_of_a_child_that_was_waited_for_is_killed_and_a_stranger
     sleeper = int(child.communicate()[0])
     process.kill_with_descendants(sleeper if strange else child.pid)
     if strange:
-        await asyncio.sleep(0.2)
+        time.sleep(0.2)
         assert psutil.Process(sleeper).status() == psutil.STATUS_SLEEPING
         os.kill(sleeper, signal.SIGKILL)
-    await _ended(sleeper)
+    asyncio.run(_ended(sleeper))
 
 
 async def _pids(pool: WorkerPool, size: int) -> list[int]:

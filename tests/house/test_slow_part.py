@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import SHARED, shared_servers
-from tests.slow_part import ordered
+from tests.slow_part import LONGEST_S, UNTIL, belongs, ordered
+from tests.slow_seconds import SECONDS, seconds_of
 
 ROOT = Path(__file__).parents[2]
 TESTS = [f"tests/{file}.py::test_{number}" for file in "abcdef" for number in range(4)]
@@ -61,7 +64,7 @@ def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path
             "--rootdir",
             str(tmp_path),
         ]
-        options = ["-c", "/dev/null", "--part-of", "abc", "--part-seconds", "600", str(tmp_path / file)]
+        options = ["-c", "/dev/null", "--part-of", "abc", "--part-seconds", "1200", str(tmp_path / file)]
         return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
 
     late, wrong = run("test_late.py"), run("test_wrong.py")
@@ -69,6 +72,39 @@ def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path
     assert wrong.returncode == 1, wrong.stdout
     long = run("test_long.py")
     assert (long.returncode, "1 passed" in long.stdout) == (0, True), long.stdout
+
+
+def test_a_test_starts_only_where_it_ends_in_time_and_the_longest_are_in_no_part(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_late.py").write_text("def test_a():\n    pass\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.slow_part",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+    ]
+    command += ["--rootdir", str(tmp_path), "--part-of", "abc", "--part-seconds", "1200", str(tmp_path)]
+    for left_s, outcome in ((seconds_of("tests/test_late.py::test_a") - 1, "1 skipped"), (1200, "1 passed")):
+        until = {**os.environ, UNTIL: str(time.time() + left_s)}
+        done = subprocess.run(command, cwd=ROOT, env=until, capture_output=True, text=True)
+        assert outcome in done.stdout, done.stdout
+    long = (
+        "tests/flows/test_late_storage.py::test_a_run_on_late_storage_trains_what_one_on_a_disk_does[hidden]"
+    )
+    assert seconds_of(long) > LONGEST_S
+    assert not belongs(long)
+
+
+def test_every_row_of_seconds_is_of_tests_that_exist() -> None:
+    for row in SECONDS:
+        file, _, name = row.partition("::")
+        assert (ROOT / file).exists(), row
+        assert f"def {name}" in (ROOT / file).read_text() if name else True, row
 
 
 def test_files_that_use_a_folders_servers_share_a_process_and_others_do_not() -> None:
