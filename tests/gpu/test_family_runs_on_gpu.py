@@ -17,6 +17,7 @@ from millrace.core.config import RunConfig
 from millrace.core.families.registry import BUILT_IN
 from tests.support import family_runs
 from tests.support.flow_runs import Workplace
+from tests.support.gpu_workplace import steps_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -44,6 +45,12 @@ async def test_a_whole_run_and_another_engine_has_the_same_weights_from_its_expo
     seen = family_runs.check(run)
     export = family_runs.check_export(run)
     assert await checksum_of_another_engine(place.folder / family, export) == seen.checksums[-1]
+
+
+def test_a_whole_run_with_routing_replay(place: Workplace) -> None:
+    run = family_runs.trained_by_a_run(place, "qwen3_moe", "replayed", rollout={"routing_replay": True})
+    family_runs.check(run)
+    assert all(0.9 < step["routing_agreement"] <= 1 for step in steps_of(run))
 
 
 async def checksum_of_another_engine(folder: Path, export: Path) -> str:

@@ -52,7 +52,8 @@ def write_model(folder: Path, experts: int) -> Path:
         "num_key_value_heads": 4,
         "head_dim": 128,
         "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
+        # SGLang's class of this mixture keeps a head apart, which a tied checkpoint would leave unset
+        "tie_word_embeddings": False,
         "initializer_range": 0.02 * (1024 / HIDDEN) ** 0.5,
         "dtype": "bfloat16",
         "pad_token_id": 0,

@@ -74,9 +74,9 @@ def furnish(folder: Path, family: str, **changes: dict[str, Any]) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(configuration(folder, family, **changes)))
 
 
-def trained_by_a_run(place: Workplace, family: str, **changes: dict[str, Any]) -> Path:
-    """The folder of a run that went to its end. An error has the end of the engine's log."""
-    folder = place.folder / family
+def trained_by_a_run(place: Workplace, family: str, within: str = "", **changes: dict[str, Any]) -> Path:
+    """The folder of a run that went to its end. within: a folder for it; an error has the end of the engine's log."""
+    folder = place.folder / within / family
     furnish(folder, family, **changes)
     run = folder / "runs" / family.replace("_", "-")
     process = place.start("train", str(folder / "run.yaml"))

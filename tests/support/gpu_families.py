@@ -47,11 +47,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+# three or more experts a token: only then does the order of their sum change it
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 SIGMOID = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 128,
 }
 # widths of heads and of the latent are published ones, for which SGLang has kernels; SGLang's epsilon of latents' norms is rms_norm_eps
@@ -69,14 +70,14 @@ OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "qwen2": {},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 256},
+    # SGLang takes a head's width to be hidden_size over the heads, whatever head_dim says
+    "qwen2_moe": {**EXPERTS, "num_attention_heads": 6, "shared_expert_intermediate_size": 256},
     "qwen3": {},
     "qwen3_moe": EXPERTS,
     "glm4": {},
     "deepseek_v3": {
         **LATENT,
         "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
         "rope_parameters": {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
     "kimi_k2": {**LATENT, "n_routed_experts": 12, "v_head_dim": 128},  # no power of two, as its 384
@@ -90,6 +91,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "intermediate_size": 384,
         "num_local_experts": 8,
+        "num_experts_per_tok": 4,
         "sliding_window": 8,
         "swiglu_limit": 7.0,  # transformers before 5.19 takes no other
         "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
@@ -273,6 +275,9 @@ def check_logprobs(everywhere: Everywhere, folder: Path, steps: list[tuple[str, 
     rounded = PlainModel(folder, torch.bfloat16, device).scored(rows)
     narrow, wide = (_of_all(everywhere(trainer_logprobs, url, wider)) for wider in (False, True))
     found = {"trainer": gaps(narrow, exact)[0], "plain": gaps(rounded, exact)[0]}
+    again = _of_all(everywhere(trainer_logprobs, url, False))
+    # the first step compares with what the same weights scored: any difference is refused
+    assert [name for name in narrow if not torch.equal(narrow[name], again[name])] == []
     print(f"mean differences from float32 {found}, largest of the trainer in float32 {gaps(wide, exact)[1]}")
     assert gaps(wide, exact)[1] < EXACT
     assert found["trainer"] < 2 * found["plain"] + 2e-3
