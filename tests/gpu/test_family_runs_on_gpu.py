@@ -50,7 +50,10 @@ async def test_a_whole_run_and_another_engine_has_the_same_weights_from_its_expo
 def test_a_whole_run_with_routing_replay(place: Workplace) -> None:
     run = family_runs.trained_by_a_run(place, "qwen3_moe", "replayed", rollout={"routing_replay": True})
     family_runs.check(run)
-    assert all(0.9 < step["routing_agreement"] <= 1 for step in steps_of(run))
+    agreement = [step["routing_agreement"] for step in steps_of(run)]
+    # a step moves the router, and the next one of its iteration still replays what the first weights chose
+    assert all(0.9 < each <= 1 for each in agreement[::2]), agreement
+    assert all(0.5 < each <= 1 for each in agreement[1::2]), agreement
 
 
 async def checksum_of_another_engine(folder: Path, export: Path) -> str:

@@ -245,7 +245,7 @@ class GpuWorkers(Workers):
     layouts_a_process = 100
 
     def _start(self, pipe: Any, number: int) -> Any:
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         process = get_context("spawn").Process(target=_serve, args=(pipe, number), daemon=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", gpus[number] if len(gpus) > number else str(number))
