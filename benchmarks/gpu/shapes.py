@@ -24,6 +24,16 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.6b": {"hidden": 1024, "ffn": 3072, "layers": 28, "heads": 16},
     "1.7b": {"hidden": 2048, "ffn": 6144, "layers": 28, "heads": 16},
     "4b": {"hidden": 2560, "ffn": 9728, "layers": 36, "heads": 32},
+    # four layers of Qwen3-30B-A3B, whose optimizer state fits one GPU
+    "30b-a3b-4": {
+        "hidden": 2048,
+        "ffn": 6144,
+        "layers": 4,
+        "heads": 32,
+        "kv_heads": 4,
+        "experts": 128,
+        "expert_ffn": 768,
+    },
 }
 VOCAB = 151936
 SGLANG = {
@@ -64,37 +74,48 @@ def write_model(shape: str, folder: Path) -> None:
 def random_model(shape: str, **special: Any) -> Any:
     """A Hugging Face model of a shape with random weights, on the GPU where there is one; `special`: its config's tokens."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
     config = model_config(shape, **special)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model = (Qwen3MoeForCausalLM if SHAPES[shape].get("experts") else Qwen3ForCausalLM)(config)
     torch.set_default_dtype(torch.float32)
     return model
 
 
 def model_config(shape: str, **special: Any) -> Any:
     """The Hugging Face configuration of a shape; `special`: its tokens."""
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
     sizes = SHAPES[shape]
-    return Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=sizes["hidden"],
-        intermediate_size=sizes["ffn"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-        initializer_range=0.02 * (1024 / sizes["hidden"]) ** 0.5,
-        dtype="bfloat16",
-        attn_implementation="sdpa",
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": sizes["hidden"],
+        "intermediate_size": sizes["ffn"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes.get("kv_heads", 8),
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02 * (1024 / sizes["hidden"]) ** 0.5,
+        "dtype": "bfloat16",
+        "attn_implementation": "sdpa",
         **special,
-    )
+    }
+    if not sizes.get("experts"):
+        return Qwen3Config(**values)
+    mixture = {
+        "num_experts": sizes["experts"],
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": sizes["expert_ffn"],
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3MoeConfig(**{**values, **mixture})
 
 
 def weight_bytes(folder: Path) -> int:

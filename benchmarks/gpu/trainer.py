@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.trainer [--shape 0.6b] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
                                      [--sides millrace huggingface] [--recompute none] [--profile 2048] [--out FILE]
+    python -m benchmarks.gpu.trainer --shape 30b-a3b-4
 
 Both make the same GRPO step (clipped ratio, gradient clipping at 1, AdamW) on the same random tokens with random bf16
 weights of the named Qwen3 shape. millrace: TrainerRank.train as a run calls it, batch file and metrics included, fp32 main
@@ -9,6 +10,9 @@ weights, gradients and moments. Hugging Face: sdpa attention on [samples, length
 the response tokens at once, everything in bf16, AdamW's moments too: less work than ours, and the fastest way it has.
 MFU counts 6 operations a weight and token (output layer: response tokens only) and causal attention, over 989 TFLOP/s.
 Each figure is the median of the steps after two that warm up, the device's queue emptied before each reading of the clock.
+
+A mixture of experts is measured at 2,048 tokens, without Hugging Face: with grouped products, then with its experts one after the
+other. Both steps, the layers alone and parts of a layer are in the table, as are each layer's most rows of an expert over the mean.
 """
 
 from __future__ import annotations
@@ -65,12 +69,25 @@ def make_rows(step: int, lengths: list[int]) -> list[dict[str, Any]]:
 
 def operations(hf: Any, lengths: list[int]) -> float:
     """Floating point operations that a step needs."""
-    heads = hf.num_attention_heads * hf.head_dim
-    layer = hf.hidden_size * (2 * heads + 2 * hf.num_key_value_heads * hf.head_dim + 3 * hf.intermediate_size)
-    body = 6 * hf.num_hidden_layers * layer * sum(lengths)
     head = 6 * hf.vocab_size * hf.hidden_size * sum(length - PROMPT for length in lengths)
+    return layers_operations(hf, lengths) + float(head)
+
+
+def layers_operations(hf: Any, lengths: list[int]) -> float:
+    """The same of the layers alone, of whose experts those count that a token takes."""
+    heads = hf.num_attention_heads * hf.head_dim
+    ffn, router = hf.intermediate_size, 0
+    if is_mixture(hf):
+        ffn, router = hf.num_experts_per_tok * hf.moe_intermediate_size, hf.num_experts
+    layer = hf.hidden_size * (2 * heads + 2 * hf.num_key_value_heads * hf.head_dim + 3 * ffn + router)
+    body = 6 * hf.num_hidden_layers * layer * sum(lengths)
     attention = 6 * hf.num_hidden_layers * heads * sum(length**2 for length in lengths)
-    return float(body + head + attention)
+    return float(body + attention)
+
+
+def is_mixture(hf: Any) -> bool:
+    """Whether the model is a mixture of experts."""
+    return getattr(hf, "num_experts", 0) > 0
 
 
 class Millrace:
@@ -207,6 +224,8 @@ def measure(
 
 
 KINDS: list[tuple[str, tuple[str, ...]]] = [
+    ("grouped products", ("groupproblemshape", "grouped_gemm")),
+    ("rows of experts", ("_take_rows", "_sum_rows", "searchsorted")),
     ("attention", ("flash", "fmha", "sdpa", "cudnn_generated", "attn")),
     ("optimizer", ("multi_tensor_apply", "adam")),
     ("log-probabilities", ("_softmax_sums", "_softmax_gradient", "softmax", "cross_entropy", "nll")),
@@ -268,16 +287,22 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="0.6b", help="shape of the model")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 0], help="0: mixed")
+    parser.add_argument("--lengths", type=int, nargs="+", help="0: mixed; 2048 8192 16384 0 when not given")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a step, one pack")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
-    parser.add_argument("--sides", nargs="+", default=["millrace", "huggingface"])
-    parser.add_argument("--profile", type=int, nargs="*", default=[], help="lengths to profile")
+    parser.add_argument("--sides", nargs="+", help="millrace huggingface when not given")
+    parser.add_argument("--profile", type=int, nargs="*", help="lengths to profile")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
+    mixture = "experts" in SHAPES[options.shape]
+    options.lengths = options.lengths or ([2048] if mixture else [2048, 8192, 16384, 0])
+    options.sides = options.sides or (["millrace"] if mixture else ["millrace", "huggingface"])
+    options.profile = options.profile or ([2048] if mixture else [])
 
     import torch
+
+    from benchmarks.gpu.experts import compared
 
     report: dict[str, Any] = {
         "command": command_line(),
@@ -322,6 +347,15 @@ def main() -> None:
                     number += 1
                     table = profile(lambda side=side, prepared=prepared: side.step(prepared))
                     report["profiles"].append({"side": name, "length": length, **table})
+                if mixture and name == "millrace":
+                    lengths = lengths_of(options.tokens, length)
+                    work = operations(hf, lengths), layers_operations(hf, lengths)
+
+                    def whole(number: int, side: Any = side, lengths: list[int] = lengths) -> float:
+                        return float(timed(side, number, lengths)["seconds"])
+
+                    report["experts"] = compared(side.rank, whole, lengths, work, number, PEAK)
+                    number += 100
                 if options.out:
                     options.out.write_text(json.dumps(report, indent=1) + "\n")
             side.close()

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.model import attention, dense_attention, fused, kernels
+from millrace.connectors.trainers.megatron.model import (
+    attention,
+    dense_attention,
+    expert_kernels,
+    fused,
+    grouped_experts,
+    kernels,
+)
 from tests.support.distances import distance
 
 
@@ -112,6 +119,30 @@ def put(draw: Callable[..., Tensor], bound: float) -> None:
     assert taken[-1].abs().max() == 0
 
 
+def expert_sums(draw: Callable[..., Tensor], bound: float) -> None:
+    for tokens, choices, width in ((7, 3, 40), (5, 1, 2048), (0, 2, 8)):
+        values, places = draw(tokens * choices, width), torch.randperm(tokens * choices).view(tokens, choices)
+        weights = draw(tokens, choices).float()
+        for each in (None, weights):
+            found = expert_kernels.sum_rows(values, places.to(values.device), each)
+            slow = values.double().cpu()[places] * (1 if each is None else each.double().cpu()[..., None])
+            assert distance(found, slow.sum(1)) < bound
+
+
+def gates(draw: Callable[..., Tensor], bound: float) -> None:
+    for limit in (None, 1.5):
+        for rows, width in ((9, 24), (4, 1500), (0, 8)):
+            x, grad, weights = draw(rows, 2 * width) * 2, draw(rows, width), draw(rows).float()
+            slow, factors = exact(x), exact(weights)
+            out = grouped_experts.activated(slow, limit)
+            assert distance(expert_kernels.gate(x, limit), out) < bound
+            (out * factors[:, None] * grad.double().cpu()).sum().backward()
+            of_x, weighted, dots = expert_kernels.gate_backward(x, grad, weights, limit)
+            assert distance(of_x, slow.grad) < bound
+            assert distance(weighted, out * factors[:, None]) < bound
+            assert distance(dots, factors.grad) < bound
+
+
 def parts(draw: Callable[..., Tensor], bound: float) -> None:
     lengths = [1500, 7, 1030, 1400, 3, 1024]
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -163,7 +194,7 @@ def main(device: str) -> None:
         def draw(*shape: int, dtype: Any = dtype) -> Tensor:
             return torch.randn(shape).to(device, dtype)
 
-        for check in (norm, silu, heads, softmax, put, parts):
+        for check in (norm, silu, heads, softmax, put, expert_sums, gates, parts):
             check(draw, bound)
             print(check.__name__, dtype, "ok")
 

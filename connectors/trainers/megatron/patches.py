@@ -43,24 +43,15 @@ def use_cpu_rng() -> None:
     module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
-def keep_token_dispatcher_on_cpu(device: torch.device) -> None:
-    """megatron-core 0.16 to 0.19, moe.token_dispatcher: it copies split sizes to the host on a side stream of the GPU.
+def make_no_stream_on_cpu(device: torch.device) -> None:
+    """megatron-core 0.16 to 0.19, moe.token_dispatcher: a new dispatcher creates a stream of the GPU, unless its class has one.
 
-    A CPU has no stream, and nothing must be copied, but collectives still need the sizes as arrays, not tensors.
+    millrace takes only its process groups.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
     dispatcher_class: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
-    dispatcher_class.cuda_dtoh_stream = device  # for None it would create a stream
-    dispatcher_class._maybe_dtoh_and_synchronize = _split_sizes_as_arrays
-
-
-def _split_sizes_as_arrays(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    for name in ("input_splits", "output_splits", "output_splits_tp"):
-        sizes = getattr(dispatcher, name, None)
-        if isinstance(sizes, Tensor):
-            setattr(dispatcher, name, sizes.numpy())
-    return tokens_per_expert
+    dispatcher_class.cuda_dtoh_stream = device
 
 
 @cache

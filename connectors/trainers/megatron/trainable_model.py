@@ -6,9 +6,11 @@ Owns the order of an optimizer step: all checks that may refuse it come before a
 from typing import Any
 
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn import Module
 
+from millrace.connectors.trainers.megatron.model.grouped_experts import pack_weights
 from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel, RankModel, build_model
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.connectors.trainers.megatron.optim.optimizer import make_optimizer, make_schedule, wrap
@@ -40,6 +42,9 @@ def model_from_hf(
     if config.dtype == "bfloat16":
         inner.bfloat16()
     load_hf(inner, folder, hf, field)
+    for part in inner.modules():
+        if isinstance(part, SequentialMLP):
+            pack_weights(part)
     return inner
 
 

@@ -161,7 +161,7 @@ REFUSED = by_reason(
         "an exported model and the engines have no such bias": """moe_router_enable_expert_bias
             moe_router_bias_update_rate moe_router_quantile_balancing_ema""",
         "only the dispatcher alltoall takes packs of different lengths": "moe_token_dispatcher_type",
-        "experts are computed one after the other": "moe_use_legacy_grouped_gemm",
+        "millrace groups the products of experts itself": "moe_use_legacy_grouped_gemm",
         "millrace reports the mean over layers: moe_aux_loss and moe_z_loss": "moe_per_layer_logging",
         _PACKS: """variable_seq_lengths enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope
             cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps cuda_graph_modules""",

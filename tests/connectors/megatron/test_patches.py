@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 import millrace
-from millrace.connectors.trainers.megatron.model.policy_model import submodules_of
+from millrace.connectors.trainers.megatron.model.policy_model import made_by, submodules_of
 
 PATCHES = "connectors/trainers/megatron/patches.py"
 FOLDERS = ("core", "connectors", "tasks", "flows")
@@ -133,7 +133,6 @@ def test_an_assignment_into_an_object_of_millraces_own_is_not(source: str) -> No
         (megatron_random, "_get_cuda_rng_state"),
         (megatron_random, "_set_cuda_rng_state"),
         (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
-        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize"),
         (moe_utils, "HAVE_TE"),
         (layers, "_grad_accum_fusion_available"),
         (DistributedOptimizer, "_copy_main_params_to_model_params"),
@@ -152,3 +151,10 @@ def test_the_submodules_of_a_layers_part_are_found_in_each_form_that_megatron_co
     assert submodules_of(partial(dict, submodules=parts)) is parts
     with pytest.raises(AttributeError):
         submodules_of(dict)
+
+
+def test_a_layers_part_is_made_by_another_class_in_each_form_that_megatron_core_gives_it() -> None:
+    spec = ModuleSpec(module=dict, params={"a": 1}, submodules=None)
+    assert made_by(spec, list) == ModuleSpec(module=list, params={"a": 1}, submodules=None)
+    part = made_by(partial(dict, submodules=1), list)
+    assert (part.func, part.keywords) == (list, {"submodules": 1})

@@ -30,6 +30,11 @@ def plain_forms() -> Iterator[None]:
         _plain = before
 
 
+def in_plain_forms() -> bool:
+    """Whether a context of `plain_forms` is entered."""
+    return _plain
+
+
 def has_kernels(x: Tensor) -> bool:
     """Whether the kernels are used for a tensor."""
     return x.is_cuda and not _plain

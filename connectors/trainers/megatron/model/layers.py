@@ -106,6 +106,7 @@ class GatedSilu(MegatronModule):
     """The activation of a gated MLP: silu of the gate and the product, in one pass."""
 
     form = staticmethod(fused.gated_silu)
+    limit: float | None = None  # of a clamped gate
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -120,8 +121,9 @@ class GatedSilu(MegatronModule):
         return out
 
     def drop(self, before: Tensor) -> None:
-        """Free the last output until the gradient of `before` arrives."""
-        assert self._last is not None
+        """Free the last output until the gradient of `before` arrives. Grouped experts have none: they keep no activation."""
+        if self._last is None:
+            return
         (x, out), self._last = self._last, None
         drop(out, partial(self.form, x), before)
 
@@ -131,7 +133,8 @@ class ClampedGate(GatedSilu):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.form = partial(fused.clamped_gate, limit=config.arch.swiglu_limit)
+        self.limit = config.arch.swiglu_limit
+        self.form = partial(fused.clamped_gate, limit=self.limit)
 
 
 class OverPacks(Attention):

@@ -5,6 +5,7 @@ the logits of a whole pack never exist.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
+from millrace.connectors.trainers.megatron.model.experts import ExpertsLayer
 from millrace.connectors.trainers.megatron.model.fused import rotary_table
 from millrace.connectors.trainers.megatron.model.latent_attention import LatentCore, PackedLatentAttention
 from millrace.connectors.trainers.megatron.model.layers import (
@@ -87,6 +89,13 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
 def submodules_of(part: Any) -> Any:
     """The submodules of a layer's part. The part is a ModuleSpec up to megatron-core 0.17, and may be a partial since 0.18."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
+
+
+def made_by(part: Any, layer_class: type) -> Any:
+    """A layer's part, made by this class; see `submodules_of`."""
+    if isinstance(part, partial):
+        return partial(layer_class, *part.args, **part.keywords)
+    return replace(part, module=layer_class)
 
 
 class RankModel(torch.nn.Module):
@@ -215,6 +224,8 @@ def _layer_spec(tc: TransformerConfig, arch: Architecture, mixture: bool, router
     feed_forward = submodules_of(layer.mlp)
     experts_or_dense = submodules_of(feed_forward.experts) if mixture else feed_forward
     experts_or_dense.activation_func = ClampedGate if arch.swiglu_limit else GatedSilu
+    if mixture:
+        layer.mlp = made_by(layer.mlp, ExpertsLayer)
     if mixture and tc.moe_shared_expert_intermediate_size:
         submodules_of(feed_forward.shared_experts).activation_func = GatedSilu
     if mixture and router is not None:

@@ -55,7 +55,7 @@ def install() -> None:
     assert not torch.cuda.is_available(), "the CPU shim is for hosts without a GPU"
     patches.answer_cuda_calls_on_cpu(CPU)
     patches.use_cpu_rng()
-    patches.keep_token_dispatcher_on_cpu(CPU)
+    patches.make_no_stream_on_cpu(CPU)
     patches.exchange_uneven_parts_on_cpu()
 
 
