@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 import millrace
 from millrace.connectors.trainers.megatron.model.policy_model import made_by, submodules_of
@@ -154,7 +154,6 @@ def test_the_submodules_of_a_layers_part_are_found_in_each_form_that_megatron_co
 
 
 def test_a_layers_part_is_made_by_another_class_in_each_form_that_megatron_core_gives_it() -> None:
-    spec = ModuleSpec(module=dict, params={"a": 1}, submodules=None)
-    assert made_by(spec, list) == ModuleSpec(module=list, params={"a": 1}, submodules=None)
-    part = made_by(partial(dict, submodules=1), list)
-    assert (part.func, part.keywords) == (list, {"submodules": 1})
+    made = build_module(made_by(ModuleSpec(module=list, params={"a": 1}, submodules="b"), dict), c=2)
+    assert made == {"a": 1, "submodules": "b", "c": 2}
+    assert made_by(partial(list, submodules="b"), dict)(c=2) == {"submodules": "b", "c": 2}

@@ -5,8 +5,8 @@ the logits of a whole pack never exist.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,7 +95,8 @@ def made_by(part: Any, layer_class: type) -> Any:
     """A layer's part, made by this class; see `submodules_of`."""
     if isinstance(part, partial):
         return partial(layer_class, *part.args, **part.keywords)
-    return replace(part, module=layer_class)
+    # no ModuleSpec, since megatron would warn of a class in it that it does not know
+    return SimpleNamespace(module=layer_class, params=part.params, submodules=part.submodules)
 
 
 class RankModel(torch.nn.Module):
