@@ -281,9 +281,9 @@ def profile(step: Callable[[], Any]) -> dict[str, Any]:
     return figures
 
 
-def main() -> None:
-    """Measure both sides and print a table; JSON where asked for."""
-    from benchmarks.gpu.shapes import SHAPES, command_line
+def options_of_call() -> argparse.Namespace:
+    """The command line's options; what is measured by default depends on the shape."""
+    from benchmarks.gpu.shapes import SHAPES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="0.6b", help="shape of the model")
@@ -295,10 +295,18 @@ def main() -> None:
     parser.add_argument("--profile", type=int, nargs="*", help="lengths to profile")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
-    mixture = "experts" in SHAPES[options.shape]
-    options.lengths = options.lengths or ([2048] if mixture else [2048, 8192, 16384, 0])
-    options.sides = options.sides or (["millrace"] if mixture else ["millrace", "huggingface"])
-    options.profile = options.profile or ([2048] if mixture else [])
+    options.mixture = "experts" in SHAPES[options.shape]
+    options.lengths = options.lengths or ([2048] if options.mixture else [2048, 8192, 16384, 0])
+    options.sides = options.sides or (["millrace"] if options.mixture else ["millrace", "huggingface"])
+    options.profile = options.profile or ([2048] if options.mixture else [])
+    return options
+
+
+def main() -> None:
+    """Measure both sides and print a table; JSON where asked for."""
+    from benchmarks.gpu.shapes import command_line
+
+    options = options_of_call()
 
     import torch
 
@@ -347,7 +355,7 @@ def main() -> None:
                     number += 1
                     table = profile(lambda side=side, prepared=prepared: side.step(prepared))
                     report["profiles"].append({"side": name, "length": length, **table})
-                if mixture and name == "millrace":
+                if options.mixture and name == "millrace":
                     lengths = lengths_of(options.tokens, length)
                     work = operations(hf, lengths), layers_operations(hf, lengths)
 

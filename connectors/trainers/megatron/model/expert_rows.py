@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace.connectors.trainers.megatron.model.fused import has_kernels
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Where the rows of T tokens lie, k each. Experts are in reverse order, as megatron lays their gradients in memory."""
 
     tokens: Tensor  # [R] int64: the token of each row
@@ -26,22 +26,22 @@ def choices(routing_map: Tensor, count: int) -> Tensor:
     return routing_map.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
-def rows_of(chosen: Tensor, experts: int) -> Rows:
+def rows_of(chosen: Tensor, experts: int) -> ExpertRows:
     """The rows of tokens with these experts [T, k]. An expert's rows are in the order of their tokens."""
     groups, order = (experts - 1 - chosen.flatten()).sort(stable=True)
     numbers = torch.arange(len(order), device=order.device)
     places = torch.empty_like(order).scatter_(0, order, numbers)
     ends = torch.searchsorted(groups, torch.arange(experts, device=groups.device), right=True, out_int32=True)
-    return Rows(order // chosen.shape[1], places.view(chosen.shape), groups, ends)
+    return ExpertRows(order // chosen.shape[1], places.view(chosen.shape), groups, ends)
 
 
-def spread(x: Tensor, rows: Rows) -> Tensor:
+def spread(x: Tensor, rows: ExpertRows) -> Tensor:
     """The rows [R, H] of tokens [T, H]; their gradients are summed token by token."""
     out: Tensor = _Spread.apply(x, rows)
     return out
 
 
-def gathered(values: Tensor, weights: Tensor | None, rows: Rows) -> Tensor:
+def gathered(values: Tensor, weights: Tensor | None, rows: ExpertRows) -> Tensor:
     """Sum of each token's rows [R, H] -> [T, H], times their weights [T, k]. Sums are in fp32; the result has the rows' dtype."""
     out: Tensor = _Gathered.apply(values, weights, rows)
     return out
@@ -75,7 +75,7 @@ def _term(values: Tensor, places: Tensor, weights: Tensor | None, choice: int) -
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: ExpertRows) -> Tensor:
         ctx.rows = rows
         return take_rows(x.contiguous(), rows.tokens)
 
@@ -86,7 +86,7 @@ class _Spread(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weights: Tensor | None, rows: Rows) -> Tensor:
+    def forward(ctx: Any, values: Tensor, weights: Tensor | None, rows: ExpertRows) -> Tensor:
         values = values.contiguous()
         ctx.rows = rows
         ctx.save_for_backward(None if weights is None else values, weights)
@@ -103,6 +103,6 @@ class _Gathered(torch.autograd.Function):
         return (grad * of_rows).to(values.dtype), dots.to(weights.dtype), None
 
 
-def in_rows(weights: Tensor, rows: Rows) -> Tensor:
+def in_rows(weights: Tensor, rows: ExpertRows) -> Tensor:
     """Weights of choices [T, k] in the order of the rows [R]."""
     return torch.empty_like(weights).flatten().scatter_(0, rows.places.flatten(), weights.flatten())

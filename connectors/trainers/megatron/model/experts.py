@@ -16,7 +16,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.expert_exchange import exchanged
-from millrace.connectors.trainers.megatron.model.expert_rows import Rows, choices, gathered, rows_of, spread
+from millrace.connectors.trainers.megatron.model.expert_rows import (
+    ExpertRows,
+    choices,
+    gathered,
+    rows_of,
+    spread,
+)
 from millrace.connectors.trainers.megatron.model.fused import in_plain_forms
 from millrace.connectors.trainers.megatron.model.grouped_experts import fits, grouped
 
@@ -72,7 +78,7 @@ def mixture(x: Tensor, weights: Tensor, chosen: Tensor, experts: SequentialMLP) 
     return grouped(x, weights, rows, experts)
 
 
-def _one_after_the_other(x: Tensor, weights: Tensor, rows: Rows, experts: SequentialMLP) -> Tensor:
+def _one_after_the_other(x: Tensor, weights: Tensor, rows: ExpertRows, experts: SequentialMLP) -> Tensor:
     counts = rows.ends.diff(prepend=rows.ends.new_zeros(1)).tolist()
     outputs = []
     for expert, part in zip(reversed(experts.local_experts), spread(x, rows).split(counts), strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from millrace.connectors.trainers.megatron.model import fused
-from millrace.connectors.trainers.megatron.model.expert_rows import Rows, in_rows, sum_rows, take_rows
+from millrace.connectors.trainers.megatron.model.expert_rows import ExpertRows, in_rows, sum_rows, take_rows
 from millrace.connectors.trainers.megatron.model.logprobs import mark_gradient_added
 
 ALIGNED = 16  # bytes, of which grouped products need a multiple in each row of a matrix
@@ -38,7 +38,7 @@ def fits(experts: SequentialMLP) -> bool:
     return all(weight.shape[1] * weight.element_size() % ALIGNED == 0 for weight in weights)
 
 
-def grouped(x: Tensor, weights: Tensor, rows: Rows, experts: SequentialMLP) -> Tensor:
+def grouped(x: Tensor, weights: Tensor, rows: ExpertRows, experts: SequentialMLP) -> Tensor:
     """For each token [T, H] the sum of its experts' outputs, times their weights [T, k]."""
     adds = experts.config.gradient_accumulation_fusion
     settings = Settings(len(experts.local_experts), experts.local_experts[0].activation_func.limit, adds)
@@ -92,7 +92,7 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, rows: Rows, settings: Settings, *parameters: Tensor
+        ctx: Any, x: Tensor, weights: Tensor, rows: ExpertRows, settings: Settings, *parameters: Tensor
     ) -> Tensor:
         x = x.contiguous()
         first, second, *biases = _kinds(parameters, settings.experts)
@@ -167,7 +167,7 @@ def _gate_backward(
     return of_x, (out * weights[:, None]).to(out.dtype), (grad.to(weights.dtype) * out).sum(-1)
 
 
-def _sums(grad: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+def _sums(grad: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
     """For each expert the sum of its rows' gradients [R, h] -> [E, h], times weights [R]. A product, so that its order is fixed."""
     columns = grad.new_zeros(len(grad), ALIGNED // grad.element_size())
     columns[:, 0] = weights
