@@ -11,6 +11,7 @@ from millrace.core.families.architecture import Architecture
 def problems(config: RunConfig, shape: Architecture, whose: str = "model") -> Iterator[Problem]:
     """What of a model, whose sizes these are, the layout cannot divide."""
     yield from _tensor(config, shape, whose)
+    yield from _delta_net(config, shape, whose)
     yield from stages.problems(config, shape.layers, whose)
     yield from _experts(config, shape, whose)
 
@@ -20,7 +21,8 @@ def _tensor(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Prob
     cut = {"attention heads": shape.heads}
     if shape.kv_heads % p.tensor and p.tensor % shape.kv_heads:
         cut["key-value heads"] = shape.kv_heads
-    cut["rows of queries, keys and values"] = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    times = 2 if shape.output_gate else 1
+    cut["rows of queries, keys and values"] = (times * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     if len(shape.expert_layers) < shape.layers:
         cut["MLP channels"] = shape.ffn
     if shape.shared_ffn:
@@ -40,6 +42,34 @@ def _tensor(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Prob
             p.tensor_of_experts,
             f"does not divide the {whose}'s {shape.expert_ffn} channels of an expert",
             f"set trainer.parallel.expert_tensor to a divisor of {shape.expert_ffn}",
+        )
+
+
+def _delta_net(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+    p = config.trainer.parallel
+    if shape.delta is None:
+        return
+    heads = shape.delta.key_heads
+    if heads % p.tensor:
+        yield Problem(
+            "trainer.parallel.tensor",
+            p.tensor,
+            f"does not divide the {heads} key heads of the {whose}'s delta net",
+            f"use a divisor of {heads}",
+        )
+    elif heads // p.tensor % p.context:
+        yield Problem(
+            "trainer.parallel.context",
+            p.context,
+            f"does not divide the {heads // p.tensor} key heads of the {whose}'s delta net on a tensor parallel rank",
+            f"use a divisor of {heads // p.tensor}: a rank computes whole sequences with some of the heads",
+        )
+    if p.tensor > 1 and not p.sequence and not shape.experts:
+        yield Problem(
+            "trainer.parallel.sequence",
+            False,
+            "delta net under tensor parallelism needs sequence parallelism",
+            "set it to true",
         )
 
 

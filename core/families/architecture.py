@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from millrace.core.families.decoder import EXPERT_COUNTS
+from millrace.core.families.delta_net import DeltaNet
 from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import family_named
 from millrace.core.families.rope_scaling import KINDS, RotaryScaling
@@ -54,6 +55,9 @@ class Architecture:
     sinks: bool  # whether each head has a key without a value that every token attends to
     swiglu_limit: float  # of the gate and up values of a clamped gate; 0: the gate is silu
     further_layers: int  # stored after the last, not used: they predict tokens after the next one
+    output_gate: bool  # whether what a head attends to is multiplied by a gate
+    centred: bool  # whether a norm multiplies by its weight plus 1
+    delta: DeltaNet | None  # of the layers without keys of all tokens; None: there are none
 
     def sizes(self, layer: int | None = None) -> dict[str, int]:
         """The sizes that shapes of tensors are made of, by the names that a family's parts use: of a layer, or outside of layers.
@@ -61,14 +65,15 @@ class Architecture:
         `q` and `kv`: all heads together; `attended`: values' heads. `kv_down`: a token's latent and the part of its keys that
         rotates; `kv_up`: the rest of keys, and values, of all heads. A size of 0 says that the layer has no such part.
         """
-        mixture = layer in self.expert_layers
+        mixture, attends = layer in self.expert_layers, int(layer not in self.delta_layers)
         return {
             "vocab": self.vocab,
             "hidden": self.hidden,
             "heads": self.heads,
-            "q": self.heads * self.head_dim,
-            "kv": self.kv_heads * self.head_dim,
-            "head_dim": self.head_dim,
+            "q": attends * self.heads * self.head_dim,
+            "q_and_gate": attends * 2 * self.heads * self.head_dim,
+            "kv": attends * self.kv_heads * self.head_dim,
+            "head_dim": attends * self.head_dim,
             "attended": self.heads * self.value_dim,
             "q_rank": self.q_rank,
             "q_direct": 0 if self.q_rank else self.heads * self.head_dim,
@@ -82,7 +87,13 @@ class Architecture:
             "experts": self.experts if mixture else 0,
             "shared_ffn": self.shared_ffn if mixture else 0,
             "shared_gate": int(mixture and self.shared_gate),
+            **(self.delta.sizes(layer) if self.delta else {}),
         }
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with delta net."""
+        return self.delta.layers if self.delta else ()
 
     def shapes(self, part: ModelPart, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Shapes of a part's tensors, of one expert if it is an expert's; empty if the layer with these sizes does not have it."""
@@ -124,10 +135,13 @@ class Architecture:
     def flops(self, tokens: int) -> int:
         """Operations of a forward pass over one sequence: products with weights, and causal attention, which is quadratic."""
         pairs = sum(
-            tokens**2 - max(0, tokens - window) ** 2 if window else tokens**2 for window in self.windows
+            tokens**2 - max(0, tokens - window) ** 2 if window else tokens**2
+            for layer, window in enumerate(self.windows)
+            if layer not in self.delta_layers
         )
         scores = self.heads * (self.head_dim + self.value_dim) * pairs
-        return 2 * tokens * self.products + scores
+        remembered = len(self.delta.layers) * self.delta.flops(tokens) if self.delta else 0
+        return 2 * tokens * self.products + scores + remembered
 
     @property
     def score_factor(self) -> float | None:
@@ -141,7 +155,8 @@ class Architecture:
         if self.kv_rank and latents:
             return self.layers * (self.kv_rank + self.rotary) * bytes_each
         heads = -(-self.kv_heads // devices)
-        return self.layers * heads * (self.head_dim + self.value_dim) * bytes_each
+        layers = self.layers - len(self.delta_layers)
+        return layers * heads * (self.head_dim + self.value_dim) * bytes_each
 
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
@@ -185,6 +200,9 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         sinks=family.has("softmax_offset"),
         swiglu_limit=hf.get("swiglu_limit", 0.0),
         further_layers=hf.get("num_nextn_predict_layers", 0),
+        output_gate=any(part.form == "gated_heads" for part in family.layer),
+        centred=family.centred,
+        delta=_delta(hf) if family.delta_net else None,
     )
 
 
@@ -199,6 +217,17 @@ def expert_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
         for layer in range(hf["num_hidden_layers"])
         if layer >= (dense or 0) and (layer + 1) % (step or 1) == 0 and layer not in (only or ())
         if kinds is None or kinds[layer] == "sparse"
+    )
+
+
+def _delta(hf: Mapping[str, Any]) -> DeltaNet:
+    return DeltaNet(
+        layers=tuple(hf["linear_layers"]),
+        key_heads=hf["linear_num_key_heads"],
+        value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        kernel=hf["linear_conv_kernel_dim"],
     )
 
 

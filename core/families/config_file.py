@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.decoder import EXPERT_COUNTS
+from millrace.core.families.delta_net import linear_layers
 from millrace.core.families.family import REFUSED, Family, Honoured
 from millrace.core.families.registry import family_named, family_of, known_names
 from millrace.core.families.rotary import ROTARY, rotary
@@ -105,6 +106,8 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     values |= rotary(renamed, refuse, family.rotary_part, latent=latent, default=family.rotary_default)
     if family.windows:
         values["windows"] = windows(renamed, family.windows, values["num_hidden_layers"], refuse)
+    if family.delta_net:
+        values["linear_layers"] = linear_layers(renamed, values["num_hidden_layers"], refuse)
     _check_sizes(values, refuse)
     return values
 
@@ -181,6 +184,10 @@ def _check_sizes(values: Mapping[str, Any], refuse: Any) -> None:
         for key, meant in (("head_dim", rotating), ("qk_head_dim", whole)):
             if values[key] != meant:
                 refuse(key, values[key], f"the sizes of its parts make it {meant}", WHOLE)
+    if "linear_num_key_heads" in values:
+        served, of = values["linear_num_value_heads"], values["linear_num_key_heads"]
+        if served % of:
+            refuse("linear_num_value_heads", served, f"linear_num_key_heads = {of} does not divide it", WHOLE)
     experts_key = next((key for key in EXPERT_COUNTS if key in values), None)
     if experts_key:
         _check_experts(values, values[experts_key], refuse)

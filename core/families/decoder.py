@@ -177,6 +177,17 @@ ATTENTION = (
         f"{_IN}.self_attention.linear_proj.weight", {f"{_AT}.self_attn.o_proj.weight": ("hidden", "q")}, 1
     ),
 )
+_GATED_ROWS = (("q", "q_and_gate"), ("k", "kv"), ("v", "kv"))
+# a gate for what each head attends to, as wide as the head
+GATED_ATTENTION = (
+    ModelPart(
+        f"{_IN}.self_attention.linear_qkv.weight",
+        {f"{_AT}.self_attn.{name}_proj.weight": (rows, "hidden") for name, rows in _GATED_ROWS},
+        0,
+        "gated_heads",
+    ),
+    ATTENTION[1],
+)
 QKV_BIAS = (
     ModelPart(
         f"{_IN}.self_attention.linear_qkv.bias",
@@ -217,6 +228,41 @@ LATENT_ATTENTION = tuple(
         ("linear_proj", "o_proj", ("hidden", "attended"), 1),
     )
 )
+
+
+_CHANNELS = {"query": "delta_keys", "key": "delta_keys", "value": "delta_values"}
+PROJECTED = {**_CHANNELS, "z": "delta_values", "beta": "delta_heads", "alpha": "delta_heads"}
+_DELTA_NET = tuple(
+    ModelPart(f"{_IN}.self_attention.{name}", {f"{_AT}.linear_attn.{stored}": shape}, split, pieces=pieces)
+    for name, stored, shape, split, pieces in (
+        ("conv1d.weight", "conv1d.weight", ("delta_channels", "delta_one", "delta_kernel"), 0, _CHANNELS),
+        ("A_log", "A_log", ("delta_heads",), 0, {}),
+        ("dt_bias", "dt_bias", ("delta_heads",), 0, {}),
+        ("out_norm.weight", "norm.weight", ("delta_head",), None, {}),
+        ("out_proj.weight", "out_proj.weight", ("hidden", "delta_values"), 1, {}),
+    )
+)
+# megatron's names
+DELTA_NET_BY_KEY_HEAD = (
+    ModelPart(
+        f"{_IN}.self_attention.in_proj.weight",
+        {
+            f"{_AT}.linear_attn.in_proj_qkvz.weight": ("delta_by_head", "hidden"),
+            f"{_AT}.linear_attn.in_proj_ba.weight": ("delta_scalars", "hidden"),
+        },
+        0,
+        "key_heads",
+        PROJECTED,
+    ),
+    *_DELTA_NET,
+)
+DELTA_SIZES = {
+    "linear_num_key_heads": Honoured(int, absent=16),
+    "linear_num_value_heads": Honoured(int, absent=32),
+    "linear_key_head_dim": Honoured(int, absent=128),
+    "linear_value_head_dim": Honoured(int, absent=128),
+    "linear_conv_kernel_dim": Honoured(int, absent=4),
+}
 
 
 def only_with(flag: str, parts: tuple[ModelPart, ...]) -> tuple[ModelPart, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from millrace.core.families.delta_net import LAYER_KEYS
 from millrace.core.families.windows import Windows
 
 # without this key the model is unclear: upstream's default differs between families
@@ -55,16 +56,19 @@ class ModelPart:
     `parameter`: megatron-core's name. `tensors`: Hugging Face names with their shapes, in names of `Architecture.sizes`. A
     layer of which one of these sizes is 0 does not have the part. Names may contain {layer} and {expert}.
     `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `halves` are such a pair in one
-    tensor, `turns` the same with their columns in turns, `heads` query, key and value by group of heads. An expert's part whose
+    tensor, `turns` the same with their columns in turns, `heads` query, key and value by group of heads, `gated_heads` these with
+    a gate after each query, `key_heads` as `DeltaNet.rows_by_key_head` says, `joined` one after the other. An expert's part whose
     tensors do not name the expert is `stacked`: they hold all experts of a layer, [experts, in, out]. `split`: the dimension that is cut over tensor parallel ranks; None:
-    each has all of it. `when`: the flag of an Architecture without which a model has no such part. `trained`: whether steps
+    each has all of it. `pieces`: names of the parts of that dimension that are cut each by itself, and of their sizes. `when`: the
+    flag of an Architecture without which a model has no such part. `trained`: whether steps
     change it; a part that they do not change is in float32, whatever the type of the weights.
     """
 
     parameter: str
     tensors: Mapping[str, tuple[str, ...]]
     split: int | None = None
-    form: Literal["one", "pair", "halves", "turns", "heads"] = "one"
+    form: Literal["one", "pair", "halves", "turns", "heads", "gated_heads", "key_heads", "joined"] = "one"
+    pieces: Mapping[str, str] = field(default_factory=dict)
     when: str = ""
     trained: bool = True
 
@@ -104,7 +108,9 @@ class Family:
     layers; `before` and `after`: parts outside of layers, of which a tied model has no output layer.
     `rotary_part`: partial_rotary_factor if the key is missing; None: only whole heads rotate. `interleaved`: whether neighbouring
     dimensions rotate together, instead of those half a head apart. `windows`: None: attention is full in every layer.
-    `rotary_default`: rope_parameters of a config.json without any; its rope_theta also with others.
+    `rotary_default`: rope_parameters of a config.json without any; its rope_theta also with others. `delta_net`: whether some
+    layers have it. `centred`: whether weights of norms are stored less 1. `predictor`: how names of tensors start that predict
+    tokens after the next one, if they are not numbered as layers.
     """
 
     name: str
@@ -120,12 +126,15 @@ class Family:
     interleaved: bool = False
     windows: Windows | None = None
     rotary_default: Mapping[str, Any] = field(default_factory=dict)
+    delta_net: bool = False
+    centred: bool = False
+    predictor: str = ""
 
     @property
     def declared(self) -> frozenset[str]:
         """All keys of config.json that the family has a meaning for, those of rotary embeddings left out."""
-        window_keys = self.windows.keys if self.windows else ()
-        return frozenset({*self.keys, *self.bound, *self.harmless, *window_keys})
+        by_layer = (*(self.windows.keys if self.windows else ()), *(LAYER_KEYS if self.delta_net else ()))
+        return frozenset({*self.keys, *self.bound, *self.harmless, *by_layer})
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:

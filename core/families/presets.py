@@ -82,6 +82,30 @@ def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, expert_ffn: int) 
     }
 
 
+def _qwen3_next() -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_next",
+        **_sizes(48, 2048, 5120, 16, 2, 151936),
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1e7,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+
+
 def _llama(layers: int, hidden: int, ffn: int, heads: int, factor: float, tied: bool) -> dict[str, Any]:
     return {
         "model_type": "llama",
@@ -464,6 +488,16 @@ PRESETS: dict[str, ModelPreset] = {
         QWEN3_SAMPLING,
         QWEN3_TEMPLATE,
         {"max_position_embeddings": (262144,), "rope_theta": (5e6,)},
+    ),
+    "qwen3-next-80b-a3b": ModelPreset(
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        _qwen3_next(),
+        (
+            _L(16, tensor=2, expert=16, engine=4, recompute="full"),
+            _L(32, tensor=2, expert=32, engine=4, recompute="full"),
+        ),
+        QWEN3_2507,
+        QWEN3_INSTRUCT_TEMPLATE,
     ),
     "glm4-9b": ModelPreset(
         "zai-org/GLM-4-9B-0414",

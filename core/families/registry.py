@@ -20,6 +20,7 @@ from millrace.core.families.mistral import MISTRAL
 from millrace.core.families.qwen2 import QWEN2
 from millrace.core.families.qwen2_moe import QWEN2_MOE
 from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
+from millrace.core.families.qwen3_next import QWEN3_NEXT
 
 GROUP = "millrace.families"
 BUILT_IN = (
@@ -29,6 +30,7 @@ BUILT_IN = (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_NEXT,
     GLM4,
     DEEPSEEK_V3,
     KIMI_K2,

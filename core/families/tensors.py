@@ -117,7 +117,9 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
             )
             raise ConfigError(reason, where=where, remedy=FAMILY)
     # without it a layer of the model itself, left out by a wrong number of layers, would pass for one after the last
-    marks = {f"{found.group()}eh_proj.weight" for found in map(further.match, stored) if found}
+    marks = {
+        f"{found.group()}eh_proj.weight" for found in map(further.match, stored) if found and found.group(1)
+    }
     for name in (*shapes, *sorted(marks)):
         if name not in stored:
             raise ConfigError(f"tensor {name} is missing", where=where, remedy=FAMILY)
@@ -139,9 +141,9 @@ def stacked_names(arch: Architecture) -> list[str]:
 
 
 def kept_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:
-    """Tensors of a folder that no step changes: the routers' biases, and layers that predict further tokens, if it has any."""
+    """Tensors of a folder that no step changes: the routers' biases, and those that predict further tokens, if it has any."""
     fixed = [part for part in family_named(arch.family).layer if not part.trained]
-    if not fixed and not arch.further_layers:
+    if not fixed and not has_predictor(arch):
         return {}
     names = {
         name.format(layer=layer) for part in fixed for layer in arch.expert_layers for name in part.tensors
@@ -151,10 +153,17 @@ def kept_tensors(folder: str, arch: Architecture, field: str = "model.path") -> 
     return {name: tensor for name, tensor in stored.items() if name in names or further.match(name)}
 
 
+def has_predictor(arch: Architecture) -> bool:
+    """Whether a folder may hold tensors that predict tokens after the next one, which the model here does not have."""
+    return arch.further_layers > 0 or bool(family_named(arch.family).predictor)
+
+
 def _of_further_layers(arch: Architecture) -> re.Pattern[str]:
-    """Names of tensors of the layers after the last, which predict tokens after the next one."""
+    """Names of tensors that predict tokens after the next one, those of layers after the last among them."""
     numbers = range(arch.layers, arch.layers + arch.further_layers)
-    return re.compile(rf"model\.layers\.({'|'.join(map(str, numbers)) or 'none'})\.")
+    layers = rf"model\.layers\.({'|'.join(map(str, numbers)) or 'none'})\."
+    named = re.escape(family_named(arch.family).predictor)
+    return re.compile(f"{layers}|{named}" if named else layers)
 
 
 def stored_type(folder: str) -> str | None:

@@ -48,6 +48,13 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
 OTHER_TYPES = {  # how a quantised or wrongly converted tensor is stored
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
@@ -384,6 +391,48 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_next",
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.57.0.dev0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "DeepSeek-V3, not quantised": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -624,6 +673,7 @@ PARAMETERS = {  # published, in all digits; without layers that predict further 
     "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
 }
 
 
@@ -663,6 +713,54 @@ def test_a_window_of_mistrals_that_is_not_said_is_that_of_the_first_ones() -> No
         key: value for key, value in PUBLISHED["Mistral-7B-Instruct-v0.3"].items() if key != "sliding_window"
     }
     assert set(architecture(resolved(config, "test")).windows) == {4096}
+
+
+NEXT = "Qwen3-Next-80B-A3B-Instruct"
+TYPES = ["linear_attention", "full_attention"] * 24
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [layer for layer in range(48) if layer % 4 != 3]),
+        ({"full_attention_interval": 2}, list(range(0, 48, 2))),
+        ({"full_attention_interval": 1}, []),
+        ({"layer_types": TYPES}, list(range(0, 48, 2))),
+        ({"layer_types": TYPES, "full_attention_interval": 3}, list(range(0, 48, 2))),
+        ({"layer_types": None, "full_attention_interval": 16}, [n for n in range(48) if n % 16 != 15]),
+    ],
+)
+def test_layers_with_delta_net(keys: dict[str, Any], expected: list[int]) -> None:
+    assert architecture(resolved({**PUBLISHED[NEXT], **keys}, NEXT)).delta_layers == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("full_attention_interval", 0),
+        ("full_attention_interval", True),
+        ("full_attention_interval", None),
+        ("layer_types", ["linear_attention"]),
+        ("layer_types", ["sliding_attention"] * 48),
+        ("layer_types", "linear_attention"),
+        ("linear_num_value_heads", 40),
+        ("linear_num_key_heads", 0),
+        ("linear_conv_kernel_dim", None),
+        ("use_sliding_window", True),
+        ("attention_bias", True),
+        ("partial_rotary_factor", 2.0),
+    ],
+)
+def test_a_delta_net_that_is_none_here_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"config.json(: {key} = | has no {key})"):
+        resolved({**PUBLISHED[NEXT], key: value}, "test")
+
+
+def test_a_token_of_qwen3_next_uses_the_published_number_of_parameters() -> None:
+    """3.9 billion, embeddings among them. An engine's cache grows in every fourth layer."""
+    arch = architecture(resolved(PUBLISHED[NEXT], "test"))
+    assert round((arch.products + arch.embedding) / 1e9, 1) == 3.9
+    assert arch.kv_bytes(2, 1, latents=False) == 12 * 2 * 2 * 256 * 2
 
 
 @pytest.mark.parametrize(
@@ -713,6 +811,7 @@ def shape_of(family: str, tied: bool = False, **more: Any) -> Any:
         "qwen3_moe": EXPERTS,
         "qwen2_moe": shared,
         "mistral": {"sliding_window": None},
+        "qwen3_next": {**shared, "full_attention_interval": 2, "head_dim": 8, **DELTA_NET},
         "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
         "kimi_k2": {**LATENT, "first_k_dense_replace": 1, "q_lora_rank": None},
         "glm4_moe_lite": LATENT,

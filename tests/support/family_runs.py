@@ -26,6 +26,7 @@ ENGINES = {
     "qwen2_moe": SERVED,
     "qwen3": SERVED,
     "qwen3_moe": SERVED,
+    "qwen3_next": SERVED,
     "glm4": SERVED,
     "deepseek_v3": SERVED,
     "kimi_k2": SERVED,

@@ -19,6 +19,7 @@ CLASSES = {
     "glm4": "Glm4",
     "gpt_oss": "GptOss",
     "glm4_moe": "Glm4Moe",
+    "qwen3_next": "Qwen3Next",
 }
 
 
@@ -55,6 +56,21 @@ GLM4_MOE = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "num_mtp_layers": 0,
+}
+QWEN3_NEXT = {
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": True,
 }
 # as wide as the experts, so that shapes tell no orientation; gates reach the limit
 GPT_OSS = {
@@ -140,6 +156,8 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         values |= GPT_OSS
     if family == "glm4_moe":
         values |= GLM4_MOE
+    if family == "qwen3_next":
+        values |= QWEN3_NEXT
     if family == "mistral":
         values |= {"sliding_window": None}
     if family in ("deepseek_v3", "kimi_k2", "glm4_moe_lite"):

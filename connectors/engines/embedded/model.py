@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from millrace.connectors.engines.embedded.delta_net import DeltaWeights, empty_memory
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
@@ -45,6 +46,8 @@ LAYER = {
     "kv_norm": "self_attention.kv_layernorm.weight",
     "kv_up": "self_attention.linear_kv_up_proj.weight",
 }
+DELTA = ("in_proj.weight", "conv1d.weight", "A_log", "dt_bias", "out_norm.weight", "out_proj.weight")
+NORMS = ("norm1", "norm2", "q_norm", "k_norm")  # of those that may be centred
 FIELD = "model_path"  # the field that names a folder, for messages
 
 
@@ -84,14 +87,20 @@ class Weights:
         self.tensors = tensors
         stacked = [part for part in family_named(shape.family).layer if part.stacked]
         self._parts = {part.parameter.split(".experts.")[1]: part for part in stacked}
+        self._by_key_head = any(part.form == "key_heads" for part in family_named(shape.family).layer)
         self.layers = [self._layer(number) for number in range(shape.layers)]
         self.embedding = tensors[EMBEDDING]
-        (self.norm,) = self._of("final_layernorm.weight")
+        self.norm = self._scale(self._one("final_layernorm.weight", 0))
         self.head = self.embedding if shape.tied else tensors[HEAD]
         self.dtype = self.embedding.dtype
 
     def _layer(self, number: int) -> dict[str, Any]:
         layer = {name: self._one(parameter, number) for name, parameter in LAYER.items()}
+        layer |= {name: self._scale(layer[name]) for name in NORMS}
+        if self.shape.delta and number in self.shape.delta_layers:
+            rows, *others = (self._one(f"self_attention.{name}", number) for name in DELTA)
+            rows = rows[self.shape.delta.rows_by_key_head()] if self._by_key_head else rows
+            layer["delta"] = DeltaWeights(self.shape.delta, rows, *others)
         if number in self.shape.expert_layers:
             layer["choice_bias"] = self._one("mlp.router.expert_bias", number)
             layer["router_bias"] = self._one("mlp.router.bias", number)
@@ -104,6 +113,10 @@ class Weights:
         else:
             layer["mlp"] = self._mlp("mlp", number)
         return layer
+
+    def _scale(self, weight: Any) -> Any:
+        """What a norm multiplies with; None without a norm."""
+        return weight if weight is None or not self.shape.centred else 1 + weight.float()
 
     def _mlp(self, place: str, layer: int, expert: int = 0) -> FeedForward:
         gate_up, up_bias, down, down_bias = (
@@ -144,34 +157,53 @@ class FeedForward:
         return F.linear(F.silu(gate) * up, self.down, self.down_bias)
 
 
+Pair = tuple[Tensor, Tensor]
+
+
 class Cache:
-    """Keys and values by layer and slot: [slots, kv_heads, capacity, head_dim or value_dim] each, also of latent attention."""
+    """Keys and values by layer and slot: [slots, kv_heads, capacity, head_dim or value_dim] each, also of latent attention.
+
+    A delta net layer has its window and state instead, which have no positions.
+    """
 
     def __init__(self, shape: Architecture, slots: int, capacity: int, dtype: torch.dtype) -> None:
-        self.capacity = capacity
-        size, layers = (slots, shape.kv_heads, capacity), range(shape.layers)
-        self.keys = [torch.zeros(*size, shape.head_dim, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(*size, shape.value_dim, dtype=dtype) for _ in layers]
+        self.capacity, self.slots = capacity, slots
+        self._delta = shape.delta_layers
+        size = (slots, shape.kv_heads, capacity)
+        self.layers: list[Pair] = [
+            empty_memory(shape.delta, slots, dtype)
+            if shape.delta and number in self._delta
+            else (
+                torch.zeros(*size, shape.head_dim, dtype=dtype),
+                torch.zeros(*size, shape.value_dim, dtype=dtype),
+            )
+            for number in range(shape.layers)
+        ]
 
-    def clear(self, slot: int, start: int) -> None:
-        """Set a slot's positions from `start` on to 0: they are masked with weight 0, but 0 times a leftover NaN is NaN."""
-        for layers in (self.keys, self.values):
-            for tensor in layers:
-                tensor[slot, :, start:] = 0
+    def fill(self, slot: int, layers: list[Pair], length: int) -> None:
+        """Let a slot hold a text of `length` tokens. Positions behind are masked with weight 0, but 0 times a leftover NaN is NaN."""
+        for number, tensors in enumerate(layers):
+            for mine, given in zip(self.layers[number], tensors, strict=True):
+                self.held(number, mine[slot], length).copy_(given)
+                if number not in self._delta:
+                    mine[slot, :, length:] = 0
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a slot's first `length` positions to another slot."""
-        for layers in (self.keys, self.values):
-            for tensor in layers:
-                tensor[target, :, :length] = tensor[source, :, :length]
+        """Copy a slot's text of `length` tokens to another slot."""
+        for number, tensors in enumerate(self.layers):
+            for tensor in tensors:
+                self.held(number, tensor[target], length).copy_(self.held(number, tensor[source], length))
 
     def take(self, other: Cache, slots: int) -> None:
         """Copy the first `slots` slots of another cache, up to the smaller capacity."""
         length = min(self.capacity, other.capacity)
-        if slots:
-            for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
-                for to, source in zip(mine, theirs, strict=True):
-                    to[:slots, :, :length] = source[:slots, :, :length]
+        for number, tensors in enumerate(self.layers if slots else []):
+            for mine, theirs in zip(tensors, other.layers[number], strict=True):
+                self.held(number, mine[:slots], length).copy_(self.held(number, theirs[:slots], length))
+
+    def held(self, number: int, tensor: Tensor, length: int) -> Tensor:
+        """The part of a layer's tensor that texts of `length` tokens use."""
+        return tensor if number in self._delta else tensor[..., :length, :]
 
 
 class Decoder:
@@ -193,13 +225,21 @@ class Decoder:
         self.cos, self.sin = both.cos() * factor, both.sin() * factor
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
-        """tokens [B, S] with S a multiple of PREFILL_SPAN -> final hidden states [B, S, H], keys and values by layer, and the tokens'
-        experts [B, S, layers with experts, k]."""
+    def prefill(self, tokens: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, list[Pair], Tensor]:
+        """tokens [B, S] with S a multiple of PREFILL_SPAN -> final hidden states [B, S, H], what a Cache holds of them by layer, and
+        the tokens' experts [B, S, layers with experts, k]. lengths: of the texts [B], with which tokens start; None: all are S."""
         batch, length = tokens.shape
         assert length % PREFILL_SPAN == 0
         cos, sin = self.cos[:length], self.sin[:length]
-        cached: list[tuple[Tensor, Tensor]] = []
+        cached: list[Pair] = []
+        ends = torch.full((batch,), length) if lengths is None else lengths
+
+        def remember(number: int, x: Tensor) -> Tensor:
+            delta: DeltaWeights = self.weights.layers[number]["delta"]
+            memory = empty_memory(delta.sizes, batch, x.dtype)
+            out, *memory_then = delta.read(x.unflatten(0, (batch, length)), *memory, ends, self.shape.eps)
+            cached.append((memory_then[0], memory_then[1]))
+            return out.flatten(0, 1)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v))
@@ -217,7 +257,7 @@ class Decoder:
             )
             return out.transpose(1, 2).reshape(batch * length, -1)
 
-        hidden, experts = self._layers(self.weights.embedding[tokens.reshape(-1)], attend)
+        hidden, experts = self._layers(self.weights.embedding[tokens.reshape(-1)], attend, remember)
         return hidden.view(batch, length, -1), cached, experts.unflatten(0, (batch, length))
 
     @torch.inference_mode()
@@ -234,7 +274,7 @@ class Decoder:
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x[:, :, None] for x in (q, k, v))
             q, k = (_rotate(x, cos, sin, self.shape.interleaved) for x in (q, k))
-            keys, values = cache.keys[number], cache.values[number]
+            keys, values = cache.layers[number]
             keys[slots, :, positions] = k[:, :, 0]
             values[slots, :, positions] = v[:, :, 0]
             mask = (distances >= 0) & (distances < (self.shape.windows[number] or span))
@@ -242,21 +282,33 @@ class Decoder:
             out = _attend_plainly(q, keys[:count, :, :span], values[:count, :, :span], mask, scale, sinks)
             return out.reshape(count, -1)
 
-        return self._layers(self.weights.embedding[tokens], attend)
+        def remember(number: int, x: Tensor) -> Tensor:
+            delta: DeltaWeights = self.weights.layers[number]["delta"]
+            memory = [tensor[:count] for tensor in cache.layers[number]]
+            one = torch.ones(count, dtype=torch.long)
+            out, *memory_then = delta.read(x[:, None], memory[0], memory[1], one, self.shape.eps)
+            for tensor, then in zip(memory, memory_then, strict=True):
+                tensor.copy_(then)
+            return out.flatten(0, 1)
+
+        return self._layers(self.weights.embedding[tokens], attend, remember)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [M, V] of hidden states [M, H]."""
         return padded_linear(hidden, self.weights.head).float()
 
-    def _layers(self, x: Tensor, attend: Any) -> tuple[Tensor, Tensor]:
+    def _layers(self, x: Tensor, attend: Any, remember: Any) -> tuple[Tensor, Tensor]:
         """Final hidden states [M, H], and the experts of each token [M, layers with experts, k], of embeddings [M, H]."""
         s = self.shape
         routed = []
         for number, layer in enumerate(self.weights.layers):
             normed = _norm(x, layer["norm1"], s.eps)
-            q, k, v = self._heads_of_latents(normed, layer) if s.kv_rank else self._heads(normed, layer)
-            attended = F.linear(attend(number, q, k, v), layer["o"], layer["o_bias"])
+            attended = (
+                self._attended(number, normed, layer, attend)
+                if "delta" not in layer
+                else remember(number, normed)
+            )
             if s.branch_norms:
                 attended = _norm(attended, layer["attended_norm"], s.eps)
             x = x + attended
@@ -273,14 +325,24 @@ class Decoder:
         experts = torch.stack(routed, dim=1) if routed else torch.zeros(len(x), 0, 0, dtype=torch.long)
         return _norm(x, self.weights.norm, s.eps), experts
 
-    def _heads(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [M, heads, d] of hidden states [M, H]."""
+    def _attended(self, number: int, x: Tensor, layer: dict[str, Any], attend: Any) -> Tensor:
+        """What attention gives [M, H] of hidden states [M, H]."""
+        q, k, v, *gate = self._heads_of_latents(x, layer) if self.shape.kv_rank else self._heads(x, layer)
+        out = attend(number, q, k, v)
+        if gate:
+            out = out * gate[0].flatten(1).sigmoid()
+        return F.linear(out, layer["o"], layer["o_bias"])
+
+    def _heads(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Queries, keys and values [M, heads, d] of hidden states [M, H], and the logits of gates if there are any."""
         s = self.shape
         heads = F.linear(x, layer["qkv"], layer["bias"]).unflatten(-1, (-1, s.head_dim))
-        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+        q, k, v = heads.split([s.heads * (2 if s.output_gate else 1), s.kv_heads, s.kv_heads], dim=1)
+        gate = [q[:, 1::2]] if s.output_gate else []
+        q = q[:, ::2] if s.output_gate else q
         if layer["q_norm"] is not None:
             q, k = _norm(q, layer["q_norm"], s.eps), _norm(k, layer["k_norm"], s.eps)
-        return q, k, v
+        return q, k, v, *gate
 
     def _heads_of_latents(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """The same of latent attention. What rotates comes first in a head, which changes no score."""
@@ -345,7 +407,8 @@ def padded_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
 
 def _attend_plainly(

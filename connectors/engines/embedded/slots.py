@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.connectors.engines.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder, rounded_up
+from millrace.connectors.engines.embedded.model import (
+    PREFILL_SPAN,
+    ROWS,
+    SPAN,
+    Cache,
+    Decoder,
+    Pair,
+    rounded_up,
+)
 from millrace.connectors.engines.embedded.sampling import SamplingParams, likeliest
 
 PREFIXES = 128  # prompts whose keys and values are cached
@@ -68,9 +76,9 @@ class Request:
 
 @dataclass
 class _Prefix:
-    """Keys, values, last hidden state and experts of a prompt."""
+    """What the cache holds of a prompt, its last hidden state and its experts."""
 
-    layers: list[tuple[Tensor, Tensor]]
+    layers: list[Pair]
     hidden: Tensor
     experts: Tensor
 
@@ -142,7 +150,7 @@ class Slots:
         """Make the cache wide and long enough for all requests that will run, within max_total_tokens."""
         old, busy = self.cache, len(self.running)
         slots, capacity = rounded_up(busy + len(admitted), ROWS), self._capacity_for(admitted)
-        have = old.keys[0].shape[0] if old.keys else 0
+        have = old.slots
         if busy and old.capacity > capacity and slots * old.capacity <= self._max_total_tokens:
             capacity = old.capacity
         if capacity == old.capacity and slots <= have:
@@ -171,10 +179,7 @@ class Slots:
             prefix = fresh.get(context) or self._prefixes[context]
             request.cached_tokens = 0 if context in fresh else len(context) - 1
             request.slot = len(self.running)
-            self.cache.clear(request.slot, len(context))
-            for number, (keys, values) in enumerate(prefix.layers):
-                self.cache.keys[number][request.slot, :, : len(context)] = keys
-                self.cache.values[number][request.slot, :, : len(context)] = values
+            self.cache.fill(request.slot, prefix.layers, len(context))
             if request.prompt_logprobs_from >= 0 and not request.prompt_logprobs:
                 self.score_prompt(request)
             if request.routed_from >= 0:
@@ -190,11 +195,15 @@ class Slots:
         tokens = torch.zeros(len(contexts), span, dtype=torch.long)
         for row, context in enumerate(contexts):
             tokens[row, : len(context)] = torch.tensor(context)
-        hidden, layers, experts = self._decoder.prefill(tokens)
+        lengths = torch.tensor([len(context) for context in contexts])
+        hidden, layers, experts = self._decoder.prefill(tokens, lengths)
         found = {}
         for row, context in enumerate(contexts):
             n = len(context)
-            kept = [(keys[row, :, :n].clone(), values[row, :, :n].clone()) for keys, values in layers]
+            kept = [
+                (self.cache.held(number, one[row], n).clone(), self.cache.held(number, other[row], n).clone())
+                for number, (one, other) in enumerate(layers)
+            ]
             found[context] = _Prefix(kept, hidden[row, n - 1].clone(), experts[row, :n].clone())
         return found
 

@@ -151,16 +151,22 @@ def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
     streams = 4 * shape.hidden  # two residual sums and their norms
     dense = shape.ffn if len(shape.expert_layers) < shape.layers else 0
     gated = max(dense, times * ffn + shape.shared_ffn)
-    inner = 2 * heads + shape.heads * shape.head_dim + 3 * gated  # as projected and as attended; gated
+    inner = 2 * heads + shape.heads * shape.head_dim  # as projected and as attended
+    if shape.output_gate:
+        inner += 3 * shape.heads * shape.head_dim
+    if shape.delta:  # a layer has attention or delta net, and the wider of the two counts for all
+        inner = max(inner, shape.delta.kept)
+    inner += 3 * gated
     if shape.experts:
         inner += times * (ffn + 2 * shape.hidden)  # weighted; moved to the experts and back
     if recompute == "selective":
         streams -= 2 * shape.hidden
         inner -= gated
     layer = tokens * width * ((streams // p.tensor if p.sequence else streams) + inner // p.tensor)
+    at_once = tokens * shape.delta.at_once * FP32 // p.tensor if shape.delta else 0
     if recompute == "full":
-        return layers * in_flight * tokens * shape.hidden * width + layer
-    return layers * in_flight * layer
+        return layers * in_flight * tokens * shape.hidden * width + layer + at_once
+    return layers * in_flight * layer + at_once
 
 
 def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[MemoryPart]:

@@ -85,7 +85,7 @@ def test_requests_wait_while_the_cache_is_full_and_it_never_grows_past_its_limit
 
 
 def _slots(engine: Engine) -> int:
-    return engine._slots.cache.keys[0].shape[0] if engine._slots.cache.keys else 0
+    return engine._slots.cache.slots
 
 
 def test_what_can_never_fit_is_refused(make_engine: Callable[..., Engine]) -> None:

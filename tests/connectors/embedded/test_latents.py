@@ -16,7 +16,7 @@ from tests.support.tiny_models import save_tiny_model
 VOCABULARY = 37
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "qwen3_next"])
 def test_decoded_tokens_have_the_logits_of_the_whole_text(tmp_path: Path, family: str) -> None:
     folder = save_tiny_model(tmp_path / family, family, VOCABULARY)
     shape = read_shape(folder)

@@ -36,8 +36,9 @@ SMALL = 30_000  # bytes of a file, so that there are several
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3": (4, {"tensor": 2, "pipeline": 2}),
     "qwen2_moe": (2, {"tensor": 2, "expert": 2, "sequence": True}),
+    "qwen3_next": (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
 }
-TIED = {"qwen3": True, "qwen2_moe": False}
+TIED = {"qwen3": True, "qwen2_moe": False, "qwen3_next": False}
 
 
 def convert(source: Path, target: Path, model: Path | None = None, **options: Any) -> Conversion:
@@ -158,15 +159,18 @@ def test_there_and_back_every_familys_tensors_are_the_same(
         assert (json.loads(found) == json.loads(original)) if name.endswith(".json") else found == original
 
 
+@pytest.mark.parametrize(
+    ("family", "layer", "keys"),
+    [("deepseek_v3", "model.layers.2", {"num_nextn_predict_layers": 1}), ("qwen3_next", "mtp.layers.0", {})],
+)
 def test_layers_that_predict_further_tokens_come_back_unchanged(
-    model: Callable[..., Path], tmp_path: Path
+    model: Callable[..., Path], tmp_path: Path, family: str, layer: str, keys: dict[str, int]
 ) -> None:
     """megatron's model has none: they lie beside it, or in the folder that describes it."""
-    source = shutil.copytree(model("deepseek_v3"), tmp_path / "source")
-    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
-    _set(source, num_nextn_predict_layers=1)
+    source = shutil.copytree(model(family), tmp_path / "source")
+    _set(source, **keys)
     more = {
-        f"model.layers.{layers}.{name}.weight": torch.randn(size).bfloat16()
+        f"{layer}.{name}.weight": torch.randn(size).bfloat16()
         for name, size in {"eh_proj": (8, 16), "enorm": (8,), "mlp.experts.3.up_proj": (4, 8)}.items()
     }
     save_file({**tensors_of(source), **more}, source / "model.safetensors")

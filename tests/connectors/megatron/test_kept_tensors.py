@@ -59,6 +59,42 @@ def bytes_of(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+@pytest.fixture(scope="module")
+def predicting(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with tensors of their own names that predict tokens after the next one."""
+    plain, made = model("qwen3_next"), tmp_path_factory.mktemp("predicting")
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(plain / "model.safetensors").items()}
+    tensors |= {
+        f"mtp.{name}.weight": torch.randn(shape).bfloat16()
+        for name, shape in (("fc", (32, 64)), ("norm", (32,)), ("layers.0.mlp.gate", (4, 32)))
+    }
+    save_file(tensors, made / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return made
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tensor"))
+def test_a_step_changes_every_tensor_but_those_that_predict(
+    workers: Workers, predicting: Path, tmp_path: Path, layout: str
+) -> None:
+    """They are not sent to engines either."""
+    before = bytes_of(predicting)
+    kept = {name for name in before if name.startswith("mtp.")}
+    config = configuration(predicting, 2, parallel=LAYOUTS[layout], dtype="bfloat16", optimizer={"lr": 0.1})
+    with workers.group(config) as group:
+        group.call("export", str(tmp_path / "same"), 0)
+        sent = group.run(passed)
+        group.train([1], write_batch(tmp_path / "batch", samples(1)))
+        group.call("export", str(tmp_path / "trained"), 1)
+    same, trained = bytes_of(tmp_path / "same"), bytes_of(tmp_path / "trained")
+    assert same.keys() == before.keys() == trained.keys()
+    assert all(same[name].equal(before[name]) for name in before)
+    assert {name for name in before if trained[name].equal(before[name])} == kept
+    for buckets in sent:
+        assert {name for tensors, *_ in buckets for name in tensors} == before.keys() - kept
+
+
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "pipeline"))
 def test_a_step_changes_every_tensor_but_those_that_are_kept(
     workers: Workers, folder: Path, tmp_path: Path, layout: str

@@ -22,6 +22,7 @@ PIECE = 16 * 2**20  # bytes; an embedding may be larger than all layers of a sta
 NORMS = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+    (".input_layernorm.", ".self_attention.in_proj.layer_norm_"),
     (".q_layernorm.", ".linear_q_up_proj.layer_norm_"),
     (".kv_layernorm.", ".linear_kv_up_proj.layer_norm_"),
 )
@@ -85,8 +86,16 @@ class Parameter:
         name = self.part.parameter
         for alone, joined in BY_LAYER:
             name = name.replace(alone, joined)
-        whole = [place for place in self._forms(name) if len(place.keys) == 1]
-        return whole[len(whole) // 2] if arch.experts and LAYER in name else whole[0]
+        apart = len(self.part.pieces) or 1
+        whole = [place for place in self._forms(name) if len(place.keys) == apart]
+        return whole[len(whole) // 2] if (arch.experts or arch.delta) and LAYER in name else whole[0]
+
+    def own_rows(self, arch: Architecture) -> list[int]:
+        """How many of its rows each name of `own_place` holds."""
+        if not self.part.pieces:
+            return [self.shape[0]]
+        sizes = arch.sizes(self.layer)
+        return [sizes[size] for size in self.part.pieces.values()]
 
     def places(self) -> Iterator[Place]:
         """All places, none of which two parameters share."""
@@ -109,7 +118,8 @@ class Parameter:
         ):
             key = name.replace(LAYER, in_layers).replace(EXPERT, in_experts)
             index, axes = (*layer, *expert), (*layer_axis, *expert_axis)
-            yield Place((key,), index, axes)
+            keys = tuple(f"{key}.{piece}" for piece in self.part.pieces) or (key,)
+            yield Place(keys, index, axes)
             if self.part.form in ("pair", "halves"):
                 yield Place(tuple(f"{key}{half}" for half in HALVES), index, axes)
 

@@ -58,7 +58,7 @@ TORCH_DIST = {
 }
 FURTHER_FILE = f"{DESCRIBED}/{ONLY_FILE}"  # tensors that megatron's model does not have
 STATES = "__0_states.distcp"
-STATEFUL = re.compile(r"\.layers\..*\.linear_\w+\.weight$")
+STATEFUL = re.compile(r"\.layers\..*\.(linear_\w+|in_proj|out_proj)\.weight$")
 SAFETENSORS = {name: stored for stored, name in NAMES.items()}
 Read = Callable[[Parameter, slice], list[Tensor]]  # a parameter's tensors, or these rows of them
 
@@ -150,8 +150,8 @@ class TorchDistTarget:
         self._dtypes, self._arch = dtypes, arch
         of_key: dict[str, set[str]] = {}
         for parameter in every:
-            (key,) = parameter.own_place(arch).keys
-            of_key.setdefault(key, set()).add(_name(dtypes[parameter.name]))
+            for key in parameter.own_place(arch).keys:
+                of_key.setdefault(key, set()).add(_name(dtypes[parameter.name]))
         for key, types in of_key.items():
             if len(types) > 1:
                 raise ConfigError(
@@ -175,11 +175,12 @@ class TorchDistTarget:
                 whole = parameter.mapping.local(
                     read(parameter, rows), self._arch, 0, 1, rows.stop - rows.start
                 )
-                chunk = whole.reshape(*(1 for _ in place.index), *whole.shape)
-                # a view would be saved with all of its storage
-                yield _saved(
-                    chunk.contiguous() if chunk.untyped_storage().nbytes() == chunk.nbytes else chunk.clone()
-                )
+                apart = parameter.own_rows(self._arch) if len(place.keys) > 1 else len(whole)
+                for piece in whole.split(apart):
+                    chunk = piece.reshape(*(1 for _ in place.index), *piece.shape)
+                    # a view would be saved with all of its storage
+                    alone = chunk.untyped_storage().nbytes() == chunk.nbytes
+                    yield _saved(chunk.contiguous() if alone else chunk.clone())
 
     def finish(self, folder: Path, files: Sequence[WeightFile], model: Path) -> None:
         """Write the table of contents, the common file and, last, the file that names the folder."""
@@ -190,9 +191,11 @@ class TorchDistTarget:
             lengths, start = iter(file.lengths), 0
             for parameter in file.parameters:
                 for rows in parameter.pieces(self._dtypes[parameter.name].itemsize):
-                    length = next(lengths)
-                    self._add(metadata, parameter, rows, _StorageInfo(Path(file.path).name, start, length))
-                    start += length
+                    for number in range(len(parameter.own_place(self._arch).keys)):
+                        length = next(lengths)
+                        stored = _StorageInfo(Path(file.path).name, start, length)
+                        self._add(metadata, parameter, number, rows, stored)
+                        start += length
         store = Store(str(folder)).child(RELEASE)
         states = list(self._empty_states([parameter for file in files for parameter in file.parameters]))
         nothing = bytes(_saved([None]))
@@ -209,13 +212,16 @@ class TorchDistTarget:
         _describe(folder / DESCRIBED, model, next(iter(self._dtypes.values())))
         Store(str(folder)).write(TRACKER, f"{RELEASE}\n".encode())
 
-    def _add(self, metadata: Metadata, parameter: Parameter, rows: slice, stored: _StorageInfo) -> None:
-        place = parameter.own_place(self._arch)
-        (key,) = place.keys
+    def _add(
+        self, metadata: Metadata, parameter: Parameter, number: int, rows: slice, stored: _StorageInfo
+    ) -> None:
+        """Add a chunk. number: of its key among the place's, of which several hold all rows together."""
+        place, own = parameter.own_place(self._arch), parameter.own_rows(self._arch)[number]
+        key, rows = place.keys[number], rows if len(place.keys) == 1 else slice(0, own)
         offsets = torch.Size((*place.index, rows.start, *(0 for _ in parameter.shape[1:])))
         sizes = torch.Size((*(1 for _ in place.index), rows.stop - rows.start, *parameter.shape[1:]))
         if key not in metadata.state_dict_metadata:
-            whole = (*(getattr(self._arch, axis) for axis in place.axes), *parameter.shape)
+            whole = (*(getattr(self._arch, axis) for axis in place.axes), own, *parameter.shape[1:])
             properties = TensorProperties(self._dtypes[parameter.name])
             metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, torch.Size(whole), [])
         tensor: Any = metadata.state_dict_metadata[key]
@@ -230,7 +236,7 @@ class TorchDistTarget:
             place = parameter.own_place(self._arch)
             at = ".".join(map(str, place.index)) or "0"
             of = ".".join(str(getattr(self._arch, axis)) for axis in place.axes) or "1"
-            yield f"{place.keys[0].removesuffix('weight')}_extra_state/shard_{at}_{of}"
+            yield f"{place.keys[0].partition('.weight')[0]}._extra_state/shard_{at}_{of}"
 
 
 def _describe(folder: Path, model: Path, dtype: torch.dtype) -> None:

@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if has_kernels(x):
         out: Tensor = _Norm.apply(x, None, weight, eps)[0]
         return out
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -106,21 +106,25 @@ def query_key_value(
     head_dim: int,
     eps: float,
     interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gated: bool = False,
+) -> tuple[Tensor, ...]:
     """Split a fused projection [T, groups * (per_group + 2) * d] into heads: per group its queries, its key, its value.
 
-    Rotates queries and keys, after a norm if weights are given. Returns [T, heads, d] and twice [T, groups, d].
+    Rotates queries and keys, after a norm if weights are given. Returns [T, heads, d] and twice [T, groups, d]. gated: a gate for
+    each query stands after a group's queries; gates [T, heads, d] are returned last.
     """
-    whole = head_dim == 2 * table.shape[-1] and not interleaved
+    whole = head_dim == 2 * table.shape[-1] and not interleaved and not gated
     if has_kernels(mixed) and whole and head_dim & (head_dim - 1) == 0:
         heads: tuple[Tensor, Tensor, Tensor] = _Heads.apply(mixed, q_weight, k_weight, table, per_group, eps)
         return heads
-    grouped = mixed.unflatten(-1, (-1, (per_group + 2) * head_dim))
-    query, key, value = grouped.split([per_group * head_dim, head_dim, head_dim], dim=-1)
+    wide = per_group * head_dim
+    sizes = [wide, *([wide] if gated else []), head_dim, head_dim]
+    query, *gate, key, value = mixed.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
     query = query.reshape(len(mixed), -1, head_dim)
+    gates = [each.reshape(len(mixed), -1, head_dim) for each in gate]
     if q_weight is not None and k_weight is not None:
         query, key = rms_norm(query, q_weight, eps), rms_norm(key.contiguous(), k_weight, eps)
-    return rotate(query, table, interleaved), rotate(key, table, interleaved), value
+    return rotate(query, table, interleaved), rotate(key, table, interleaved), value, *gates
 
 
 def take_rows(x: Tensor, indices: Tensor) -> Tensor:

@@ -27,10 +27,24 @@ class Norm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    @property
+    def scale(self) -> Tensor:
+        """What is multiplied with."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        """x / rms(x) * weight."""
+        """x / rms(x) * scale."""
         assert self.eps is not None
-        return fused.rms_norm(x, self.weight, self.eps)
+        return fused.rms_norm(x, self.scale, self.eps)
+
+
+class CentredNorm(Norm):
+    """A norm whose weight is stored less 1."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The weight plus 1, in float32 at least: near 1, bfloat16 would lose most of a small weight's bits."""
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
 
 class PackedLayer(TransformerLayer):
@@ -65,18 +79,19 @@ class PackedLayer(TransformerLayer):
             )  # fmt: skip
             return out
         first, second = self.input_layernorm, self.pre_mlp_layernorm
-        normed, residual = fused.add_norm(hidden_states, None, first.weight, first.eps)
+        scales = first.scale, second.scale
+        normed, residual = fused.add_norm(hidden_states, None, scales[0], first.eps)
         attended, bias = self.self_attention(
             normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
         )
         if bias is not None:
             attended = attended + bias
         if self.drops:
-            drop(normed, partial(fused.rms_norm, residual.detach(), first.weight, first.eps), attended)
-        normed, residual = fused.add_norm(residual, attended, second.weight, second.eps)
+            drop(normed, partial(fused.rms_norm, residual.detach(), scales[0], first.eps), attended)
+        normed, residual = fused.add_norm(residual, attended, scales[1], second.eps)
         mlp_out: Tensor = self.mlp(normed)[0]
         if self.drops:
-            drop(normed, partial(fused.rms_norm, residual.detach(), second.weight, second.eps), mlp_out)
+            drop(normed, partial(fused.rms_norm, residual.detach(), scales[1], second.eps), mlp_out)
             for activation in self.activations:
                 activation.drop(mlp_out)
         return residual + mlp_out, None
@@ -143,10 +158,11 @@ class OverPacks(Attention):
     `rotary_pos_emb` holds the cosines and sines of this rank's tokens [2, T, d / 2], computed by PolicyModel.
     """
 
-    def heads(
-        self, hidden_states: Tensor, table: Tensor, params: PackBounds
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, heads, d], keys [T, groups, d] and values [T, groups, dv] of [T, 1, H], as the core attention takes them."""
+    def heads(self, hidden_states: Tensor, table: Tensor, params: PackBounds) -> tuple[Tensor, ...]:
+        """Queries [T, heads, d], keys [T, groups, d] and values [T, groups, dv] of [T, 1, H], as the core attention takes them.
+
+        With an output gate, its logits [T, heads, dv] are the last.
+        """
         raise NotImplementedError
 
     def forward(
@@ -161,7 +177,7 @@ class OverPacks(Attention):
         """[T, 1, H] -> [T, 1, H], and the projection's bias."""
         assert rotary_pos_emb is not None, "only rotary positions are supported"
         assert packed_seq_params is not None, "only packed sequences are supported"
-        query, key, value = self.heads(hidden_states, rotary_pos_emb, packed_seq_params)
+        query, key, value, *gate = self.heads(hidden_states, rotary_pos_emb, packed_seq_params)
         if self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(
                 query, key, value, attention_mask,
@@ -169,6 +185,8 @@ class OverPacks(Attention):
             )  # fmt: skip
         else:
             out = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        if gate:
+            out = out * gate[0].reshape(out.shape).sigmoid()
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(out.reshape(out.shape[0], 1, -1))
         return projected
 
@@ -176,28 +194,31 @@ class OverPacks(Attention):
 class PackedSelfAttention(OverPacks, SelfAttention):
     """Self-attention over a pack, with split, norms and rotary positions of the heads in one pass."""
 
-    def heads(
-        self, hidden_states: Tensor, table: Tensor, params: PackBounds
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, hidden_states: Tensor, table: Tensor, params: PackBounds) -> tuple[Tensor, ...]:
         """See OverPacks."""
         groups, tensor = self.config.num_query_groups, self.config.tensor_model_parallel_size
+        gated: bool = self.config.attention_output_gate
         if groups < tensor:  # a group's heads are on several ranks, and megatron gathers them
-            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
+            # it may give the gates of all heads of the group
+            share, number = query.shape[2], self.pg_collection.tp.rank() % (tensor // groups)
             return (
                 fused.rotate(query.squeeze(1), table, self.config.rotary_interleaved),
                 fused.rotate(key.squeeze(1), table, self.config.rotary_interleaved),
                 value.squeeze(1),
+                *(x if x.shape[2] == share else x[:, :, number * share : (number + 1) * share] for x in gate),
             )
         mixed, _ = self.linear_qkv(
             hidden_states
         )  # [T, 1, ...]: squeezed, since the gradient of indexing would be a copy
         return fused.query_key_value(
             mixed.squeeze(1),
-            getattr(self.q_layernorm, "weight", None),
-            getattr(self.k_layernorm, "weight", None),
+            getattr(self.q_layernorm, "scale", None),
+            getattr(self.k_layernorm, "scale", None),
             table,
             per_group=self.num_attention_heads_per_partition // self.num_query_groups_per_partition,
             head_dim=self.hidden_size_per_attention_head,
             eps=self.config.layernorm_epsilon,
             interleaved=self.config.rotary_interleaved,
+            gated=gated,
         )

@@ -23,11 +23,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
+from millrace.connectors.trainers.megatron.model.delta_net import PackedDeltaNet
 from millrace.connectors.trainers.megatron.model.experts import ExpertsLayer
 from millrace.connectors.trainers.megatron.model.fused import rotary_table
 from millrace.connectors.trainers.megatron.model.latent_attention import LatentCore, PackedLatentAttention
 from millrace.connectors.trainers.megatron.model.layers import (
     BranchNormLayer,
+    CentredNorm,
     ClampedGate,
     GatedSilu,
     Norm,
@@ -159,12 +161,14 @@ def _stage(
 ) -> PolicyModel:
     """One stage of this rank. router: of layers with experts, None for megatron's. number: among virtual stages."""
     first, count = get_transformer_layer_offset(tc, number), get_num_layers_to_build(tc, number)
-    mixtures = [layer in arch.expert_layers for layer in range(first, first + count)]
-    specs = {mixture: _layer_spec(tc, arch, mixture, router) for mixture in set(mixtures)}
+    kinds = [
+        (layer in arch.expert_layers, layer in arch.delta_layers) for layer in range(first, first + count)
+    ]
+    specs = {kind: _layer_spec(tc, arch, *kind, router) for kind in set(kinds)}
     model = kind(
         config=tc,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[specs[mixture] for mixture in mixtures], layer_norm=Norm
+            layer_specs=[specs[kind] for kind in kinds], layer_norm=CentredNorm if arch.centred else Norm
         ),
         vocab_size=padded_vocab(arch.vocab, tc.tensor_model_parallel_size),
         max_sequence_length=arch.positions,
@@ -210,8 +214,11 @@ def _keep_biases_apart(experts: SequentialMLP) -> None:
             expert.linear_fc2.explicit_expert_comm = True
 
 
-def _layer_spec(tc: TransformerConfig, arch: Architecture, mixture: bool, router: Any) -> ModuleSpec:
-    """The specification of a layer. mixture: whether it has experts; router: theirs, None for megatron's."""
+def _layer_spec(
+    tc: TransformerConfig, arch: Architecture, mixture: bool, delta: bool, router: Any
+) -> ModuleSpec:
+    """The specification of a layer. mixture: whether it has experts; delta: whether it has delta net instead of attention; router:
+    the experts', None for megatron's."""
     spec = get_gpt_layer_local_spec(
         num_experts=tc.num_moe_experts if mixture else None,
         moe_grouped_gemm=False,
@@ -231,9 +238,11 @@ def _layer_spec(tc: TransformerConfig, arch: Architecture, mixture: bool, router
         submodules_of(feed_forward.shared_experts).activation_func = GatedSilu
     if mixture and router is not None:
         feed_forward.router = router
-    attention = layer.self_attention.submodules
+    attention, norm = layer.self_attention.submodules, CentredNorm if arch.centred else Norm
     attention.core_attention = LatentCore if arch.kv_rank else PackedAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if tc.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.q_layernorm = attention.k_layernorm = norm
+    if delta:
+        layer.self_attention = ModuleSpec(PackedDeltaNet)
     return spec

@@ -35,6 +35,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "add_bias_linear": arch.biases,
         "add_qkv_bias": arch.qkv_bias,
         "qk_layernorm": arch.qk_norm,
+        "attention_output_gate": arch.output_gate,
         "rotary_interleaved": arch.interleaved,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -66,6 +67,8 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "apply_rope_fusion": False,
         "deterministic_mode": False,
     }
+    if arch.delta:  # layers that differ are stored by their numbers
+        values["linear_attention_freq"] = [int(layer in arch.delta_layers) for layer in range(arch.layers)]
     if arch.experts:
         values |= {
             "num_moe_experts": arch.experts,

@@ -51,7 +51,9 @@ class Mapping:
         whole = _fused(self.part, tensors, arch)
         if self.vocabulary:
             whole = _pad(whole, padded_vocab)
-        return whole if split is None or size == 1 else whole.chunk(size, split)[rank]
+        if split is None or size == 1:
+            return whole
+        return torch.cat([piece.chunk(size, split)[rank] for piece in whole.split(self._pieces(whole, arch))])
 
     def whole(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order. With one shard, views if possible.
@@ -68,12 +70,22 @@ class Mapping:
                 return pair
             full = torch.cat(pair)
         else:
-            full = torch.cat(list(shards), split)
+            pieces = [size // len(shards) for size in self._pieces(shards[0], arch, len(shards))]
+            by_piece = zip(*(shard.split(pieces) for shard in shards), strict=True)
+            full = torch.cat([torch.cat(each, split) for each in by_piece])
         if self.vocabulary:
             full = full[: arch.vocab]
         if self.part.stacked:
             return [self.part.to_stack(full)]
         return _unfused(self.part, full, arch)
+
+    def _pieces(self, parameter: Tensor, arch: Architecture, shards: int = 1) -> list[int]:
+        """Rows of the whole parameter's pieces that are cut each by itself. parameter: it, or one of so many shards."""
+        if not self.part.pieces:
+            return [shards * parameter.shape[0]]
+        assert arch.delta is not None
+        sizes = arch.delta.sizes(arch.delta.layers[0])
+        return [sizes[size] for size in self.part.pieces.values()]
 
 
 def lookup(name: str, *, family: str, layer_offset: int, expert_offset: int, tied: bool) -> Mapping:
@@ -102,10 +114,15 @@ def _patterns(family: str) -> list[tuple[re.Pattern[str], ModelPart]]:
 def _fused(part: ModelPart, tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
     if part.form in ("one", "halves", "turns"):
         return tensors[0]
-    if part.form == "pair":
+    if part.form in ("pair", "joined"):
         return torch.cat(list(tensors))
-    # by group: its query heads, then its key head, then its value head
+    if part.form == "key_heads":
+        assert arch.delta is not None
+        return torch.cat(list(tensors))[arch.delta.rows_by_key_head()]
+    # by group: its query heads and their gates if they have any, then its key head, then its value head
     q, k, v = (t.reshape(arch.kv_heads, -1, arch.head_dim, *t.shape[1:]) for t in tensors)
+    if part.form == "gated_heads":
+        q = torch.cat([q[:, ::2], q[:, 1::2]], dim=1)
     return torch.cat([q, k, v], dim=1).reshape(-1, *tensors[0].shape[1:])
 
 
@@ -114,7 +131,17 @@ def _unfused(part: ModelPart, tensor: Tensor, arch: Architecture) -> list[Tensor
         return [tensor]
     if part.form == "pair":
         return list(tensor.chunk(2))
+    if part.form in ("key_heads", "joined"):
+        assert arch.delta is not None
+        if part.form == "key_heads":
+            tensor = tensor[torch.tensor(arch.delta.rows_by_key_head(), device=tensor.device).argsort()]
+        sizes = arch.delta.sizes(arch.delta.layers[0])
+        return list(tensor.split([sizes[shape[0]] for shape in part.tensors.values()]))
     per_group, rest = arch.heads // arch.kv_heads, tensor.shape[1:]
+    if part.form == "gated_heads":
+        grouped = tensor.reshape(arch.kv_heads, 2 * per_group + 2, arch.head_dim, *rest)
+        q, gate, k, v = grouped.split([per_group, per_group, 1, 1], dim=1)
+        return [piece.reshape(-1, *rest) for piece in (torch.stack([q, gate], dim=2), k, v)]
     grouped = tensor.reshape(arch.kv_heads, per_group + 2, arch.head_dim, *rest)
     return [piece.reshape(-1, *rest) for piece in grouped.split([per_group, 1, 1], dim=1)]
 
