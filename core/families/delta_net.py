@@ -83,7 +83,7 @@ class DeltaNet:
 
     @property
     def at_once(self) -> int:
-        """Numbers a token, in float32, that one layer computes with in its backward pass: those of its chunks, and their gradients."""
+        """Numbers a token, in float32, that one layer computes with in its backward pass: its chunks, and their gradients."""
         return 2 * self.value_heads * (6 * self.key_dim + 5 * self.value_dim + 3 * CHUNK)
 
     def flops(self, tokens: int) -> int:

@@ -141,7 +141,7 @@ def stacked_names(arch: Architecture) -> list[str]:
 
 
 def kept_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:
-    """Tensors of a folder that no step changes: the routers' biases, and those that predict further tokens, if it has any."""
+    """Tensors of a folder that no step changes: the routers' biases, and all that predict further tokens."""
     fixed = [part for part in family_named(arch.family).layer if not part.trained]
     if not fixed and not has_predictor(arch):
         return {}
@@ -159,7 +159,7 @@ def has_predictor(arch: Architecture) -> bool:
 
 
 def _of_further_layers(arch: Architecture) -> re.Pattern[str]:
-    """Names of tensors that predict tokens after the next one, those of layers after the last among them."""
+    """Names of tensors that predict tokens after the next one, also in layers after the last."""
     numbers = range(arch.layers, arch.layers + arch.further_layers)
     layers = rf"model\.layers\.({'|'.join(map(str, numbers)) or 'none'})\."
     named = re.escape(family_named(arch.family).predictor)

@@ -54,6 +54,8 @@ DELTA_NET = {
     "linear_key_head_dim": 3,
     "linear_value_head_dim": 5,
     "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "head_dim": 8,
 }
 OTHER_TYPES = {  # how a quantised or wrongly converted tensor is stored
     torch.float8_e4m3fn: "F8_E4M3",
@@ -811,7 +813,7 @@ def shape_of(family: str, tied: bool = False, **more: Any) -> Any:
         "qwen3_moe": EXPERTS,
         "qwen2_moe": shared,
         "mistral": {"sliding_window": None},
-        "qwen3_next": {**shared, "full_attention_interval": 2, "head_dim": 8, **DELTA_NET},
+        "qwen3_next": {**shared, **DELTA_NET, "norm_topk_prob": False},
         "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
         "kimi_k2": {**LATENT, "first_k_dense_replace": 1, "q_lora_rank": None},
         "glm4_moe_lite": LATENT,

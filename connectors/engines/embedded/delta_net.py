@@ -34,7 +34,7 @@ class DeltaWeights:
         """What tokens [B, S, H] give, after texts that are remembered as `window` and `state`, and what is remembered then.
 
         window: the last inputs of the convolution [B, tokens - 1, channels]; state: [B, heads, d, dv]. lengths: the tokens of
-        each row that count [B]; those behind change nothing that is remembered.
+        each row that count [B]; tokens behind change nothing that is remembered.
         """
         d, span = self.sizes, x.shape[1]
         sizes = [d.channels, d.values, d.value_heads, d.value_heads]

@@ -47,7 +47,7 @@ LAYER = {
     "kv_up": "self_attention.linear_kv_up_proj.weight",
 }
 DELTA = ("in_proj.weight", "conv1d.weight", "A_log", "dt_bias", "out_norm.weight", "out_proj.weight")
-NORMS = ("norm1", "norm2", "q_norm", "k_norm")  # of those that may be centred
+NORMS = ("norm1", "norm2", "q_norm", "k_norm")  # all that may be centred
 FIELD = "model_path"  # the field that names a folder, for messages
 
 

@@ -414,6 +414,7 @@ def test_each_spelling_of_the_rotary_embedding(
     folder = model(family)
     written = json.loads((folder / "config.json").read_text())
     del written["rope_parameters"]
+    written.pop("partial_rotary_factor", None)  # which transformers writes twice for some families
     plain = HuggingFace(folder)
     outcomes = {
         name: compare({**written, **spelled}, folder, plain, scorer, harmless=False)

@@ -51,7 +51,12 @@ def kept(rank: Any) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize(
     ("kind", "left"),
-    [("qwen3", 0.85), ("qwen3_moe", 0.9), pytest.param("glm4", 0.9, marks=pytest.mark.slow)],
+    [
+        ("qwen3", 0.85),
+        ("qwen3_moe", 0.9),
+        pytest.param("glm4", 0.9, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 0.95, marks=pytest.mark.slow),
+    ],
 )
 def test_selective_keeps_less_than_none_and_more_than_full(
     workers: Workers, model: Callable[..., Path], kind: str, left: float

@@ -41,6 +41,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel": {"pipeline": 2}},
 }
 CASES = [("qwen3", name) for name in LAYOUTS] + [("qwen3_moe", name) for name in EXPERTS]
+CASES += [("qwen3_next", "tensor and sequence")]
 Logprobs = dict[str, list[float]]  # by sample
 
 
@@ -82,7 +83,7 @@ def largest(one: Logprobs, other: Logprobs) -> float:
 def truth(workers: Workers, model: Callable[..., Path], batch: str) -> dict[str, Logprobs]:
     """Log-probabilities of float32 trainers whose weights are rounded to bfloat16, by family."""
     found = {}
-    for kind in ("qwen3", "qwen3_moe"):
+    for kind in dict.fromkeys(kind for kind, _ in CASES):
         with workers.group(configuration(model(kind, num_hidden_layers=4))) as group:
             group.run(round_weights)
             found[kind] = group.run(log_probabilities, batch.format(1))[0]

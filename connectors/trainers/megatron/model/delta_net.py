@@ -1,4 +1,4 @@
-"""Gated delta net over packs, as Qwen3-Next has it (arXiv:2412.06464), in place of a layer's self-attention.
+"""Gated delta net over packs, as Qwen3-Next has it (arXiv:2412.06464), instead of a layer's self-attention.
 
 Names of parameters are megatron's, whose own module needs kernels that a CPU does not have. Each tensor parallel rank has some of
 the key heads, and the value heads that they serve. Context parallel ranks exchange heads for tokens: a rank computes whole
@@ -128,7 +128,9 @@ class PackedDeltaNet(MegatronModule):
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
         for name, part in self.named_children():
             if part is not self.conv1d:
-                state |= sharded_state_dict_default(part, f"{prefix}{name}.", sharded_offsets, metadata)
+                state |= sharded_state_dict_default(
+                    part, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+                )
         sizes = self.delta.sizes(self.delta.layers[0])
         pieces = {name: sizes[size] for name, size in PROJECTED.items()}
         for name, count in (("in_proj.weight", len(pieces)), ("conv1d.weight", 3)):
@@ -137,7 +139,7 @@ class PackedDeltaNet(MegatronModule):
 
 
 def _apart(whole: ShardedTensor, pieces: dict[str, int]) -> ShardedTensorFactory:
-    """A parameter whose pieces, one after the other, are each stored as a tensor of its own. pieces: rows by name."""
+    """A parameter whose pieces, one after the other, are each stored as a tensor. pieces: rows by name."""
     bare = whole.without_data()
 
     @torch.no_grad()

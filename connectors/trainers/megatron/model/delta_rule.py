@@ -51,7 +51,7 @@ def gated_delta_rule(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """A pack cut into chunks: the first chunks of all sequences come first, then the second ones, those of long sequences first.
+    """A pack cut into chunks: the first chunks of all sequences come first, then the second ones; long sequences before short ones.
 
     `tokens`: the position of each chunk's tokens [chunks * CHUNK], T behind a sequence's end. `places`: where each token of the pack
     is among these. `steps`: bounds of the chunks that follow each other.
