@@ -34,6 +34,7 @@ CHOSEN = (
 NOT_BENCHMARKS = {
     "__init__",
     "engines",
+    "expert_parts",
     "generating",
     "shards",
     "batch_rows",

@@ -310,7 +310,7 @@ def main() -> None:
 
     import torch
 
-    from benchmarks.gpu.experts import compared
+    from benchmarks.gpu.expert_parts import compared
 
     report: dict[str, Any] = {
         "command": command_line(),
