@@ -1,7 +1,7 @@
 """A part of the slow tests: `pytest -p tests.slow_part -m slow --part-of COMMIT`.
 
 Files come in an order that follows from the commit, and each file starts at another of its tests, unless they build on each other
-(`pytest.mark.sequence`). A test that would end after the time, by its row in slow_seconds.py, is skipped: another commit runs it.
+(`pytest.mark.sequence`). A test that would end after the time, by its row in slow_seconds.py or the one before it, is skipped: another commit runs it.
 A test that takes longer than LONGEST_S, or whose time limit is more than an hour, belongs to no part.
 """
 
@@ -25,6 +25,7 @@ ALL_FILES_S = 1200.0  # a part that is shorter imports fewer files: all of them 
 UNTIL = "MILLRACE_SLOW_PART_UNTIL"  # Unix time; the workers of one run share it
 BUSY = 1.5  # a busy machine takes longer
 _took: Counter[str] = Counter()
+_last: dict[str, float] = {}  # seconds of the last call of a test function in this process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,12 +67,20 @@ def _limit_s(item: pytest.Item) -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.time() + seconds_of(item.nodeid) > float(os.environ[UNTIL]):
+    if time.time() + _expected_s(item.nodeid) > float(os.environ[UNTIL]):
         pytest.skip("it would end after the time of this part")
+
+
+def _expected_s(test: str) -> float:
+    """How long a test takes: as the last one of its function, without the fixtures, else as its row says."""
+    last = _last.get(_function(test))
+    return seconds_of(test) if last is None else BUSY * last
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _took[report.nodeid] += report.duration
+    if report.when == "call":
+        _last[_function(report.nodeid)] = report.duration
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -94,6 +103,10 @@ def ordered(commit: str, tests: Sequence[str], sequences: Collection[str] = ()) 
         first = 0 if file in sequences else _number(commit, f"{file}::") % len(files[file])
         result += files[file][first:] + files[file][:first]
     return result
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
 
 
 def _file(test: str) -> str:
