@@ -33,7 +33,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     place = make_workplace(tmp_path_factory.mktemp("workplace"))
     place.call("server", "start")
     yield place
-    place.call("server", "stop")
+    place.close()
 
 
 @pytest.fixture(scope="session")

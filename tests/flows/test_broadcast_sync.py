@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.flow_runs import Workplace, trained, wait_until
+from tests.support.flow_runs import Workplace, output_of, trained, wait_until
 
 SYNC = ["sync.kind=broadcast", "sync.bucket_mib=1", "sync.max_prompt_gap=1e-4", "run.name=a"]
 SHAPE = ["trainer.world_size=2", "trainer.parallel.pipeline=2", "trainer.device=cpu"]
@@ -39,7 +39,7 @@ def test_weights_are_broadcast_and_those_of_the_trainer_whatever_dies(
     wait_until(lambda: manifest.exists() or process.poll() is not None)
     for engine in engines_of(model)[:1]:
         os.kill(engine.pid, signal.SIGKILL)
-    out, _ = process.communicate(timeout=240)
+    out = output_of(process)
     assert process.returncode == 0, out
     assert "/megatron/" not in out  # what warns when it is imported: the driver has no use for it
     assert re.search(r"engine-\d died: .*; restart 1 of 3", out), out

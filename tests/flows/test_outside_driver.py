@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster_run import ClusterRun, ended
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, generated, trained
+from tests.support.flow_runs import Workplace, final_weights, generated, output_of, trained
 from tests.support.ray_nodes import RayNodes
 
 if sys.platform != "linux":
@@ -81,7 +81,7 @@ def test_where_the_cluster_or_its_client_server_dies_the_run_or_the_same_command
     outside.wait(process, outside.held.exists)
     lose(head)
     outside.held.unlink()
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out = output_of(process)
     print(process.returncode, out)
     if process.returncode:
         assert process.returncode == 2, out  # one of the run's own errors, with its remedy

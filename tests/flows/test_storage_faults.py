@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flow_runs import Workplace, final_weights, trained, wait_until
+from tests.support.flow_runs import Workplace, final_weights, output_of, trained, wait_until
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(
     )
     wait_until(lambda: any(run.glob(landed)) or process.poll() is not None)
     full.touch()
-    out, _ = process.communicate(timeout=240)
+    out = output_of(process)
     assert process.returncode == 2, out
     assert "the disk is full: free space and start again; nothing committed is lost" in out
     kept = {path: path.read_bytes() for path in run.glob("iterations/*/rollouts/*.parquet")}

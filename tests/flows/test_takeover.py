@@ -103,13 +103,13 @@ def test_a_driver_is_replaced_while_several_iterations_are_open_and_writes_nothi
         before = contents(run)
         held.unlink()
         os.kill(stale.pid, signal.SIGCONT)
-        out, _ = stale.communicate(timeout=PATIENCE_S)
+        out = output_of(stale)
         assert stale.returncode == 2, out
         assert f"taken over by process {successor.pid} on " in out
         assert contents(run) == before
         again.unlink()
         os.kill(successor.pid, signal.SIGCONT)
-        out, _ = successor.communicate(timeout=PATIENCE_S)
+        out = output_of(successor)
         assert successor.returncode == 0, out
     assert "no sign of life of process" in out
     assert "rebuilding" not in out  # the stale driver has ended none of its actors

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -19,6 +20,22 @@ if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)
 
 SAMPLES = 3 * 8 * 4
+# a process of a node that names a port connects to it nowhere, as behind a firewall
+REFUSES = """
+import os
+import socket
+
+connect = socket.socket.connect
+
+
+def refuse(self, address):
+    if isinstance(address, tuple) and str(address[1]) == os.environ.get("TEST_REFUSED_PORT"):
+        raise ConnectionRefusedError(111, "Connection refused")
+    return connect(self, address)
+
+
+socket.socket.connect = refuse
+"""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +86,8 @@ def test_engines_on_loopback_of_another_node_are_refused(spread: ClusterRun) -> 
 def test_a_run_goes_on_by_itself_where_a_dead_nodes_place_is_taken_and_says_so_where_not(
     spread: ClusterRun,
 ) -> None:
-    process = spread.start(hold="1/train_step/before")
+    often = "engines.restarts=8"  # each node that dies may have both engines
+    process = spread.start(often, hold="1/train_step/before")
     spread.wait(process, spread.held.exists)
     third = spread.nodes.add(cpus=2).wait()
     spread.nodes.nodes[1].kill()
@@ -80,7 +98,7 @@ def test_a_run_goes_on_by_itself_where_a_dead_nodes_place_is_taken_and_says_so_w
     assert "placement: the run needs 4 CPUs (the cluster has 2" in out
     assert "nodes alive: 1" in out
     spread.nodes.add(cpus=2)
-    assert "3 iterations complete" in ended(spread.start(), 0)
+    assert "3 iterations complete" in ended(spread.start(often), 0)
     assert_whole(spread)
 
 
@@ -113,13 +131,12 @@ def test_a_shard_whose_node_dies_is_made_on_another_one_from_what_it_had_written
 
 @pytest.mark.slow
 def test_where_a_node_cannot_reach_the_prefect_server_the_driver_generates_or_says_what_to_do(
-    spread: ClusterRun,
+    spread: ClusterRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_way = "http://127.0.0.1:9"  # nothing listens there
-    near = ",".join(
-        f"127.0.0.{number}" for number in range(2, 10)
-    )  # where nodes are; the server is at 127.0.0.1
-    third = spread.nodes.add(cpus=2, HTTP_PROXY=no_way, NO_PROXY=near).wait()
+    (tmp_path / "sitecustomize.py").write_text(REFUSES)
+    path = os.pathsep.join([str(tmp_path), spread.place.environment.get("PYTHONPATH", "")])
+    monkeypatch.setitem(spread.place.environment, "PYTHONPATH", path)
+    third = spread.nodes.add(cpus=2, TEST_REFUSED_PORT=str(urlsplit(spread.place.api).port)).wait()
     alive = sum(node.alive for node in spread.nodes.nodes)
     once = ("run.iterations=1", "trainer.world_size=1", f"engines.count={2 * alive - 1}")
     out = ended(spread.start(*once, "placement.task_runner=ray"), 2)

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.flow_runs import PATIENCE_S, Workplace, wait_until
+from tests.support.flow_runs import Workplace, output_of, wait_until
 from tests.support.ray_nodes import RayNodes
 
 
@@ -47,6 +47,6 @@ class ClusterRun:
 
 def ended(process: subprocess.Popen[str], code: int) -> str:
     """What a command printed that ends with this code."""
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out = output_of(process)
     assert process.returncode == code, out
     return out

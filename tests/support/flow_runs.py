@@ -43,6 +43,7 @@ class Workplace:
         self.environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
         for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
             self.environment.pop(name, None)
+        self._started: list[subprocess.Popen[str]] = []
 
     @property
     def api(self) -> str:
@@ -64,7 +65,7 @@ class Workplace:
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start a millrace command."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*self.command, *arguments],
             env={**self.environment, **environment},
             cwd=self.folder,
@@ -73,6 +74,16 @@ class Workplace:
             text=True,
             start_new_session=True,
         )
+        self._started = [*(each for each in self._started if each.poll() is None), process]
+        return process
+
+    def close(self) -> None:
+        """Stop the servers. Drivers that a failed test left would keep them, and are killed before."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self.call("server", "stop")
 
     def call(self, *arguments: str, expect: int = 0, **environment: str) -> str:
         """Run a millrace command to its end and return what it printed."""
@@ -145,13 +156,14 @@ def wait_until(holds: Callable[[], bool], patience_s: float = PATIENCE_S, *, pau
 
 
 def output_of(process: subprocess.Popen[str], patience_s: float = PATIENCE_S) -> str:
-    """What a process printed, once it has ended. Raises TimeoutExpired when patience runs out."""
+    """What a process printed, once it has ended. Kills it and raises TimeoutExpired when patience runs out."""
     patience = Patience(patience_s)
     while True:
         try:
             return process.communicate(timeout=1)[0] or ""
         except subprocess.TimeoutExpired:
             if not patience.left:
+                process.kill()  # the next test may use the same cluster
                 raise
 
 

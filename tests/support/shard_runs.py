@@ -14,7 +14,7 @@ import psutil
 import pyarrow.parquet as pq
 
 from millrace.connectors.host.process_identity import wait_ended
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, generated, trained, wait_until
+from tests.support.flow_runs import Workplace, final_weights, generated, output_of, trained, wait_until
 
 IN_SHARDS = ("placement.task_runner=ray", "rollout.shards=2", "engines.count=2")
 
@@ -47,7 +47,7 @@ class Held:
     def to_the_end(self) -> str:
         """Let go of it wherever it waits; what it printed."""
         wait_until(lambda: self._let_go() or self.process.poll() is not None)
-        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        out = output_of(self.process)
         assert self.process.returncode == 0, out
         return out
 
