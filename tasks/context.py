@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
@@ -143,6 +144,12 @@ class IterationContext:
         """Start and end of each task in this process, and of waits at their starts, as `Times.worked` says."""
         rollout = self.records.get("rollout")
         return self.times.worked(rollout["engines_s"] if rollout else 0.0)
+
+    @property
+    def worked_at(self) -> dict[str, list[float]]:
+        """The same in seconds of the epoch, by this host's clock, to the millisecond."""
+        offset = time.time() - time.perf_counter()
+        return {name: [round(moment + offset, 3) for moment in span] for name, span in self.worked.items()}
 
     @property
     def eager(self) -> bool:

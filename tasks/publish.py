@@ -102,6 +102,7 @@ def _manifest(ctx: IterationContext, metrics: dict[str, float]) -> Manifest:
         ctx.folder.fence.token if ctx.folder.fence else None,
         ctx.run_folder.owner.run_id,
         evaluated=_evaluated(ctx),
+        worked=ctx.worked_at,
     )
 
 
@@ -116,7 +117,11 @@ def _commit(ctx: IterationContext, made: Manifest) -> PublishRecord:
         "run": manifest.run,
         "manifest": manifest.sha256,
     }
-    return {**record, "evaluated": tasks["evaluated"]} if "evaluated" in tasks else record
+    if "evaluated" in tasks:
+        record["evaluated"] = tasks["evaluated"]
+    if "worked" in tasks:
+        record["worked"] = tasks["worked"]
+    return record
 
 
 def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:

@@ -7,7 +7,7 @@ hold. May be used from many threads and pickled into another process.
 import hashlib
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
@@ -237,6 +237,15 @@ class Files:
         relative = sorted(name.strip("/").removeprefix(prefix) for name in names)
         return [name for name in relative if not name.rsplit("/", 1)[-1].startswith(local.ASIDE)]
 
+    def sizes(self, path: str = "") -> dict[str, int]:
+        """Bytes of all files below a folder, by path; none if it does not exist. A listing, as `list` is."""
+        try:
+            found = self._retried("list", path, lambda: self.fs.find(self._full(path), detail=True))
+        except MissingFileError:
+            return {}
+        prefix = self.root.strip("/") + "/"
+        return {name.strip("/").removeprefix(prefix): int(info["size"]) for name, info in found.items()}
+
     def folders(self, path: str = "") -> Names:
         """Names of the folders directly below a folder, sorted."""
         try:
@@ -302,6 +311,21 @@ class Files:
                 where=self.root,
                 remedy="put the files themselves there; a run whose storage.root is on another disk needs no links",
             )
+
+    def ranges(self, wanted: Sequence[tuple[str, int, int]]) -> Sequence[bytes]:
+        """The bytes of files from a start to an end, in order; an object store is asked for many at once.
+
+        A file that ends before gives fewer bytes. Raises MissingFileError or StorageError, naming the first file.
+        """
+        if self.local:
+            return [self._retried("read", path, partial(self._range, path, *span)) for path, *span in wanted]
+        if not wanted:
+            return []
+        paths, starts, ends = zip(*wanted, strict=True)
+        full = [self._full(path) for path in paths]
+        read = partial(self.fs.cat_ranges, full, list(starts), list(ends), on_error="raise")
+        found: Sequence[bytes] = self._retried("read", paths[0], read)
+        return found
 
     def _range(self, path: str, start: int, end: int) -> bytes:
         data: bytes = self.fs.cat_file(self._full(path), start=start, end=end)

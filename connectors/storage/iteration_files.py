@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -179,11 +179,12 @@ def manifest_from_records(
     driver: int | None,
     run: str | None,
     evaluated: EvaluatedMetrics | None = None,
+    worked: Mapping[str, list[float]] | None = None,
 ) -> Manifest:
     """Build the manifest of an open iteration from its records, with all files that they name. Checks each file.
 
     metrics: of the iteration. committed: seconds of the epoch. driver: its token. run: its id. evaluated: the evaluation of the
-    weights that the iteration started with.
+    weights that the iteration started with. worked: start and end of each task, seconds of the epoch.
     """
     files = IterationFiles(run_folder, index)
     assert files.manifest is None, "the iteration is open"
@@ -217,6 +218,7 @@ def manifest_from_records(
             "committed": committed,
             **({} if driver is None else {"driver": driver}),
             **({} if evaluated is None else {"evaluated": evaluated}),
+            **({"worked": worked} if worked else {}),
         },
     )
 
@@ -245,6 +247,7 @@ def commit_again(run_folder: RunFolder) -> list[int]:
             record["driver"],
             record["run"],
             evaluated=record.get("evaluated"),
+            worked=record.get("worked"),
         )
         run_folder.commit_manifest(index, manifest, expected=record["manifest"])
         log.warning(

@@ -255,6 +255,8 @@ class PublishRecord(TypedDict):
     evaluated: NotRequired[
         EvaluatedMetrics
     ]  # evaluation by the iteration, of the weights that it started with
+    # start and end of each task in the driver that committed, seconds of the epoch
+    worked: NotRequired[dict[str, list[float]]]
 
 
 class IterationRecords(TypedDict, total=False):

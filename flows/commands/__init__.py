@@ -29,6 +29,7 @@ COMMANDS = {
     "verify": "Check every hash, the ledger and the lineage of a run again; exits with 1 if anything is wrong.",
     "replay": "Repeat stored steps from stored batches and compare metrics and weights; exits with 1 if they differ.",
     "sql": "Ask DuckDB about a run: views prompts, samples, turns, rewards, verdicts, batches, steps, evaluations, metrics.",
+    "view": "Serve a page on loopback that shows a run: its samples and tokens, what was trained on them, why groups were dropped.",
     "plan": "Predict an iteration's time on shared and on split GPUs, synchronous and asynchronous, from a run's recorded times.",
     "score": "Score the rows of a file with a reward; print mean, distribution and failures. Exit code 1: no row could be scored.",
     "branch": "Start a new run from any checkpointed iteration of another.",

@@ -5,6 +5,7 @@ and records name, after a check, and files of open iterations' tasks without a r
 A query reads the views and nothing else, unless its caller opens files to it.
 """
 
+import threading
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
@@ -127,14 +128,38 @@ def connect(
     return connection
 
 
-def answer(root: str, run: str, query: str, *, allow_files: bool = False) -> Listing:
-    """The answer of a query. allow_files: as for `connect`. Raises QueryError if DuckDB rejects it, or if it needs allow_files."""
+def answer(
+    root: str,
+    run: str,
+    query: str,
+    *,
+    allow_files: bool = False,
+    most: int | None = None,
+    seconds: float | None = None,
+) -> Listing:
+    """The answer of a query. allow_files: as for `connect`. most: rows of the answer. seconds: then the query is ended.
+
+    Raises QueryError if DuckDB rejects it, if it takes longer, or if it needs allow_files.
+    """
     try:
         if not allow_files:
             _check_reads(query)
         connection = connect(root, run, _views_of(query), allow_files=allow_files)
-        found: Any = connection.sql(query)
-        return Listing(found.columns, found.fetchall()) if found is not None else Listing([], [])
+        end = threading.Timer(seconds, connection.interrupt) if seconds else None
+        if end:
+            end.start()
+        try:
+            found: Any = connection.sql(query)
+            if found is None:
+                return Listing([], [])
+            return Listing(found.columns, (found if most is None else found.limit(most)).fetchall())
+        finally:
+            if end:
+                end.cancel()
+    except duckdb.InterruptException as error:
+        raise QueryError(
+            f"took longer than {seconds:g} s", remedy="ask for less, or use `millrace sql`"
+        ) from error
     except duckdb.Error as error:
         raise QueryError(f"{error}\nViews: {', '.join(ALL)}") from error
 

@@ -40,6 +40,7 @@ def test_a_wheel_holds_every_module_recipe_and_settings_file_and_no_test(wheel: 
     modules = [path for name in PACKAGES for path in (REPOSITORY / name).rglob("*.py")]
     expected = {f"millrace/{path.relative_to(REPOSITORY)}" for path in modules}
     read = [*(REPOSITORY / "deployments").rglob("*.yaml"), REPOSITORY / "connectors/prefect/prefect.toml"]
+    read += (REPOSITORY / "flows/viewer/page").iterdir()
     expected |= {f"millrace/{path.relative_to(REPOSITORY)}" for path in read}
     assert expected == packed - {"millrace/__init__.py", "millrace/py.typed"}
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if "tests" in name]
