@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import duckdb
 import pyarrow as pa
@@ -41,6 +40,9 @@ LEFT JOIN rewards s ON s.sample_id = coalesce(v.sample_id, b.sample_id, r.sample
 LEFT JOIN prompts p ON p.group_id = coalesce(v.group_id, b.group_id, r.group_id)
 ORDER BY ordinal, group_id, sample_id
 """
+GENERATED = "SELECT * FROM joined WHERE verdict IS DISTINCT FROM 'returned' OR length IS NOT NULL"
+# a connection of these settings reads no file and no address
+CLOSED = "SET enable_external_access = false; SET memory_limit = '200MB'; SET threads = 2"
 UNUSED = "SELECT count(DISTINCT group_id) FROM joined WHERE verdict = 'returned' AND length IS NULL"
 COLUMNS = {
     "verdicts": ("sample_id", "group_id", "verdict", "reason", "dropped_by", "train_step", "reused_from"),
@@ -75,23 +77,32 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
 class SampleTable:
     """The samples of an iteration. Groups that were drawn and given back without an answer are counted in `unused` alone.
 
     partial: figures of samples that are not in the batch are not read yet.
     """
 
-    rows: pa.Table
-    unused: int
-    partial: bool
-    problems: list[NotShown]
+    def __init__(self, found: Mapping[str, pa.Table], partial: bool, problems: list[NotShown]) -> None:
+        """found: the narrow columns of each kind of table."""
+        self.partial, self.problems = partial, problems
+        self._lock = threading.Lock()  # a connection answers one query at a time
+        self._connection = duckdb.connect()
+        self._connection.execute(CLOSED)
+        for kind, table in found.items():
+            self._connection.register(kind, table)
+        joined = self._connection.sql(JOINED).to_arrow_table()
+        self._connection.register("joined", joined)
+        self.unused = int(self._connection.execute(UNUSED).fetchall()[0][0])
+        self._connection.register("samples", self._connection.sql(GENERATED).to_arrow_table())
+        self.count = int(self._connection.execute("SELECT count(*) FROM samples").fetchall()[0][0])
+        for name in (*found, "joined"):
+            self._connection.unregister(name)
 
     def ask(self, query: str, values: Sequence[object] = ()) -> list[dict[str, object]]:
         """The rows of a query over the table `samples`, as mappings."""
-        with closed_connection() as connection:
-            connection.register("samples", self.rows)
-            found = connection.execute(query, list(values))
+        with self._lock:
+            found = self._connection.execute(query, list(values))
             names = [column[0] for column in found.description]
             return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
 
@@ -132,16 +143,7 @@ class SampleTables:
             # what the batch holds need not be read again
             there = unread and not partial
             found[kind] = self._table(iteration, kind, problems) if there else _empty(kind)
-        with closed_connection() as connection:
-            for kind, table in found.items():
-                connection.register(kind, table)
-            rows = connection.sql(JOINED).to_arrow_table()
-            connection.register("joined", rows)
-            (unused,) = connection.execute(UNUSED).fetchall()[0]
-            samples = connection.sql(
-                "SELECT * FROM joined WHERE verdict IS DISTINCT FROM 'returned' OR length IS NOT NULL"
-            )
-            return SampleTable(samples.to_arrow_table(), unused, partial, problems.listed())
+        return SampleTable(found, partial, problems.listed())
 
     def _others(self, iteration: Iteration, verdicts: pa.Table, batch: pa.Table) -> bool:
         """Whether the iteration generated samples that are not in its batch."""
@@ -156,10 +158,3 @@ class SampleTables:
 
 def _empty(kind: str) -> pa.Table:
     return schema.schema(kind).empty_table().select([*COLUMNS[kind]])
-
-
-def closed_connection() -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection that reads no file and no address."""
-    connection = duckdb.connect()
-    connection.execute("SET enable_external_access = false; SET memory_limit = '200MB'; SET threads = 2")
-    return connection

@@ -107,7 +107,7 @@ def iteration_view(
     return IterationView(
         iteration=iteration.number,
         committed=iteration.committed,
-        samples=table.rows.num_rows,
+        samples=table.count,
         unused=table.unused,
         metrics=dict(committed.metrics) if committed else {},
         groups=[{name: value for name, value in group.items() if name != "found"} for group in groups],
@@ -145,7 +145,7 @@ def _scatter(
         "SELECT min(reward) AS least, max(reward) AS most, max(length) AS longest FROM samples WHERE reward IS NOT NULL"
     )
     known = {name: float(str(value)) for name, value in bounds.items() if value is not None}
-    if table.rows.num_rows <= POINTS:
+    if table.count <= POINTS:
         points = table.ask("SELECT sample_id, reward, length, verdict FROM samples WHERE reward IS NOT NULL")
         return points, None, known
     cells = table.ask(

@@ -55,6 +55,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "replay": (["replay", f"a{ODD}", "--from", "1", "--to", "2", "--root", "{root}"], 2),
     "sql": (["sql", "a", QUERY, "--root", "{root}"], 0),
     "view": (["view", f"a{ODD}", "--root", "{root}"], 2),
+    "top": (["top", "a", "--once", "--root", "{root}"], 0),
     "plan": (["plan", f"no{ODD}.yaml", "--from", "a", "--root", "{root}"], 2),
     "score": (["score", "odd.jsonl", "--reward", "odd_reward:score", "--response-key", "prompt"], 1),
     "convert": (["convert", f"{{root}}/no{ODD}", f"{{root}}/to{ODD}"], 2),

@@ -14,10 +14,12 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @contextlib.contextmanager
-def open_browser(user: str, password: str, *, outside: int | None = None) -> Iterator[Any]:
+def open_browser(
+    user: str, password: str, *, outside: int | None = None, size: tuple[int, int] = (1440, 1200)
+) -> Iterator[Any]:
     """A page of a browser that has the user's login for servers that ask by HTTP. Skips the test where there is none.
 
-    outside: port of this host that every request to an address outside goes to, instead of the network.
+    outside: port of this host that every request to an address outside goes to, instead of the network. size: of the window.
     """
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     if CHROMIUM is None:
@@ -28,7 +30,7 @@ def open_browser(user: str, password: str, *, outside: int | None = None) -> Ite
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *proxy])
         login = {"username": user, "password": password}
         page = browser.new_context(
-            viewport={"width": 1440, "height": 1200}, http_credentials=login
+            viewport={"width": size[0], "height": size[1]}, http_credentials=login
         ).new_page()
         page.set_default_timeout(PATIENCE_MS)
         try:

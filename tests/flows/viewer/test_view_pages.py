@@ -1,0 +1,244 @@
+"""The pages of `millrace view` in a browser: every view in a wide and a narrow window, by keyboard, with texts that attack."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from millrace.flows.viewer.answers import Viewer
+from millrace.flows.viewer.app import PAGE, application, opened
+from millrace.flows.viewer.export import exported
+from tests.support.attacks import ATTACKS
+from tests.support.browser import open_browser
+from tests.support.viewed_run import NAME, write_viewed_run
+
+pytestmark = pytest.mark.slow
+
+LOGIN = ("millrace", "secret")
+SIZES = {"wide": (1280, 900), "narrow": (390, 844)}
+SHOWN = "main[data-shown]:not(.waiting)"
+SQL = "select iteration, sample_id, response from samples order by all limit 50"
+# every view: its address below the run's, and a text that it shows
+VIEWS: dict[str, tuple[str, str]] = {
+    "run": ("", "time by task"),
+    "iteration": ("/2", "zero variance"),
+    "group": ("/2/kept1", "Answers side by side"),
+    "sample": ("/2/kept1/kept1-0000", "calls add"),
+    "tokens": ("/2/kept1/kept1-0000?as=tokens", "engine minus trainer 0.125"),
+    "turns": ("/2/kept1/kept1-0000?as=turns", "critic"),
+    "step": ("/-/step/2", "versions behind"),
+    "account": ("/-/account", "What became of every token"),
+    "account of an iteration": ("/-/account?iteration=1", "generated"),
+    "timeline": ("/-/timeline", "engine-0"),
+    "evaluations": ("/-/evaluations", "after 2"),
+    "evaluation": ("/-/evaluations/easy/2?other=1", "1 answers have another reward"),
+    "sql": (f"/-/sql?q={SQL}", "<b>6</b>"),
+    "compare": ("/-/compare", "What differs in their configuration"),
+}
+
+
+@contextlib.contextmanager
+def served(root: str) -> Iterator[str]:
+    """The address of a server's page of the run."""
+    with opened(None) as listener:
+        server = uvicorn.Server(
+            uvicorn.Config(application(Viewer(root, NAME), ":".join(LOGIN)), log_level="warning")
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/{NAME}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    root = str(tmp_path_factory.mktemp("runs"))
+    write_viewed_run(root)
+    with served(root) as found:
+        yield found
+
+
+class Page:
+    """A page in a browser, with what it complained of and what it asked for."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        page.on("console", lambda message: self.said.append(message.text))
+        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.on("dialog", lambda dialog: self.said.append(dialog.message))
+        page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, address: str) -> None:
+        self.page.goto(address)
+        self.page.wait_for_selector(SHOWN)
+
+
+@contextlib.contextmanager
+def browser(size: str = "wide") -> Iterator[Page]:
+    with open_browser(*LOGIN, size=SIZES[size]) as page:
+        yield Page(page)
+
+
+def test_every_view_of_the_page_has_a_row() -> None:
+    special = re.search(r"const SPECIAL = \{(.*?)\};", (PAGE / "main.js").read_text(), re.DOTALL)
+    assert special
+    assert set(re.findall(r"(\w+): \[", special[1])) <= set(VIEWS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_view_is_shown_and_fits_the_window(address: str, size: str) -> None:
+    with browser(size) as seen:
+        for name, (path, text) in VIEWS.items():
+            seen.open(address + path)
+            seen.page.locator("main", has_text=text).wait_for(timeout=30_000)
+            beyond = seen.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+            assert beyond <= 0, name
+        assert seen.said == []
+        assert {re.match(r"https?://[^/]+", url)[0] for url in seen.asked} == {address.rsplit("/", 1)[0]}  # type: ignore[index]
+
+
+def test_the_keyboard_alone_leads_from_the_run_to_a_token(address: str) -> None:
+    with browser() as seen:
+        seen.open(address)
+
+        def enter(name: str) -> None:
+            for _ in range(150):
+                seen.page.keyboard.press("Tab")
+                if seen.page.evaluate("document.activeElement.textContent") == name:
+                    break
+            else:
+                raise AssertionError(f"the keyboard does not reach {name}")
+            seen.page.keyboard.press("Enter")
+
+        enter("2")
+        seen.page.get_by_role("heading", name="Iteration 2").wait_for()
+        enter("kept1")
+        seen.page.get_by_role("heading", name="Answers side by side").wait_for()
+        enter("sample 0")
+        seen.page.get_by_role("heading", name="What was said").wait_for()
+        enter("tokens")
+        seen.page.locator(".tokens").wait_for()
+        for _ in range(60):
+            seen.page.keyboard.press("Tab")
+            if seen.page.evaluate("document.activeElement.className") == "tokens":
+                break
+        seen.page.keyboard.press("End")
+        assert "token 7, id" in seen.page.locator(".numbers").inner_text()
+        seen.page.keyboard.press("ArrowLeft")
+        assert "token 6, id" in seen.page.locator(".numbers").inner_text()
+        assert seen.said == []
+
+
+# a stranger's questions: the names of the links and buttons that are clicked, and what then stands there
+QUESTIONS: dict[str, tuple[list[str], str]] = {
+    "which samples got a reward with another answer?": (["2", "reward 1, 8 tokens"], "answer found"),
+    "why was this group dropped?": (["2", "same1"], "dropped: zero variance"),
+    "what did iteration 2 do differently?": (["2"], "What became of them"),
+    "which step trained this sample?": (
+        ["2", "kept1", "sample 0", "step that made version 2"],
+        "versions behind",
+    ),
+    "which weights generated it?": (
+        ["2", "kept1", "sample 0", "weight version 1"],
+        "Step that made version 1",
+    ),
+    "what did the model think?": (["2", "kept1", "sample 0"], "thinking, 14 characters"),
+    "which tool did it call, and what was the answer?": (["2", "kept1", "sample 0", "turns"], "calls add"),
+    "at which token do engine and trainer differ?": (
+        ["2", "kept1", "sample 0", "tokens"],
+        "engine minus trainer",
+    ),
+    "what became of the tokens?": (["Tokens"], "deferred"),
+    "which held-out answers are right after 2 iterations?": (["Evaluations", "after 2"], "reward 1"),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_is_answered_in_four_clicks(address: str, question: str) -> None:
+    clicks, answer = QUESTIONS[question]
+    assert len(clicks) <= 4
+    with browser() as seen:
+        seen.open(address)
+        for name in clicks:
+            kind = "button" if name in ("turns", "tokens") else "link"
+            seen.page.get_by_role(kind, name=name, exact=True).first.click()
+            seen.page.wait_for_selector(SHOWN)
+        seen.page.locator("main", has_text=answer).wait_for(timeout=30_000)
+
+
+def test_no_text_of_a_model_becomes_a_part_of_a_page(tmp_path: Path) -> None:
+    write_viewed_run(str(tmp_path), said=tuple(ATTACKS.values()))
+    last = len(ATTACKS) - 1
+    views = ["/1", "/1/kept0", f"/-/sql?q={SQL}", "/-/evaluations/easy/1", "/-/step/1"]
+    views += [
+        f"/1/kept0/kept0-{number:04d}?as={form}"
+        for number in range(last + 1)
+        for form in ("conversation", "tokens")
+    ]
+    with served(str(tmp_path)) as address, browser() as seen:
+        for path in views:
+            seen.open(address + path)
+            seen.page.wait_for_timeout(100)
+            odd = seen.page.evaluate(
+                "[...document.querySelectorAll('main img, main script, main iframe, main style, main form[action], base, "
+                "main a[href^=http], main a[href^=javascript], main [onload], main [onerror]')].map((each) => each.outerHTML)"
+            )
+            assert odd == [], path
+            assert seen.page.evaluate("window.owned") is None, path
+        assert not [url for url in seen.asked if "evil" in url]
+        assert seen.said == []
+        seen.open(f"{address}/1/kept0")
+        shown = seen.page.locator("main").inner_text()
+        assert "<script>window.owned = true</script>" in shown
+        assert "\\x1b]0;owned\\x07" in shown
+        assert "\\u202e" in shown
+
+
+def test_a_file_that_is_exported_opens_without_a_server(tmp_path: Path) -> None:
+    write_viewed_run(str(tmp_path), said=tuple(ATTACKS.values()))
+    file = tmp_path / "group.html"
+    file.write_bytes(exported(Viewer(str(tmp_path), NAME), 1, "kept0", None))
+    with browser() as seen:
+        seen.open(file.as_uri())
+        seen.page.get_by_role("link", name="sample 0", exact=True).click()
+        seen.page.get_by_role("heading", name="What was said").wait_for()
+        seen.page.get_by_role("button", name="tokens").click()
+        seen.page.locator(".tokens span").first.wait_for()
+        assert seen.page.evaluate("window.owned") is None
+        assert seen.said == []
+        assert seen.asked == [file.as_uri()]
+
+
+def test_a_page_that_follows_shows_what_is_committed_since(tmp_path: Path) -> None:
+    folder = write_viewed_run(str(tmp_path))
+    manifest = folder.store.read("iterations/000001/manifest.json")
+    folder.store.remove("iterations/000001/manifest.json")
+    with opened(None) as listener:
+        viewer = Viewer(str(tmp_path), NAME, follow=True)
+        server = uvicorn.Server(uvicorn.Config(application(viewer, ":".join(LOGIN)), log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            with browser() as seen:
+                seen.open(f"http://127.0.0.1:{listener.getsockname()[1]}/{NAME}")
+                seen.page.get_by_role("link", name="2 (open)", exact=True).wait_for()
+                folder.store.write("iterations/000001/manifest.json", manifest)
+                started = time.monotonic()
+                seen.page.get_by_role("link", name="2", exact=True).first.wait_for()
+                assert time.monotonic() - started < 60
+        finally:
+            server.should_exit = True
+            thread.join()
