@@ -30,11 +30,14 @@ def test_a_look_says_where_a_run_is(tmp_path: Path) -> None:
     assert "assistant: <b>6</b>" in said
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_no_text_acts_on_the_terminal(tmp_path: Path, attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_text_acts_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.flows.commands.terminal.console._force_terminal", True)
-    write_viewed_run(str(tmp_path), said=("5", "4", ATTACKS[attack]))
-    assert CONTROL.findall(looked(tmp_path)) == []
+    monkeypatch.setattr("millrace.flows.commands.top.ANSWERS", len(ATTACKS))
+    write_viewed_run(str(tmp_path), said=tuple(ATTACKS.values()))
+    said = looked(tmp_path)
+    assert CONTROL.findall(said) == []
+    assert said.count("sample kept2-") == len(ATTACKS)
+    assert "\\x1b]52;c;b3duZWQ=\\x07" in said
 
 
 def test_a_broken_file_is_named_and_the_rest_said(tmp_path: Path) -> None:
