@@ -25,9 +25,11 @@ from prefect.runtime import flow_run
 from millrace.connectors.mlflow.tracker import is_server
 from millrace.connectors.prefect.run_page import RunPage
 from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.accounts.account import Account
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
+from millrace.core.errors import of_run
 from millrace.core.evaluation import evaluation_metrics, held_out_metrics
 from millrace.core.periodic import due
 from millrace.core.tracker import run_tags
@@ -215,6 +217,7 @@ def _description(runtime: Runtime) -> str:
         f"data {sources}",
         learns,
         f"files `{runtime.run_folder.store.url}`",
+        f"samples {samples_page(runtime.run_folder)}",
     ]
     if flow_run.ui_url:
         lines.append(f"[flow run in Prefect]({flow_run.ui_url})")
@@ -224,10 +227,16 @@ def _description(runtime: Runtime) -> str:
 def _links(runtime: Runtime, ctx: IterationContext | None = None) -> dict[str, str]:
     """Links to more about a run, or about one of its iterations."""
     files = ctx.folder.url if ctx else runtime.run_folder.store.url
-    links = {"files": f"`{files}`"}
+    links = {"files": f"`{files}`", "samples": samples_page(runtime.run_folder, ctx.index if ctx else None)}
     for name, link in runtime.tracking.links().items():
         links[name] = f"{link}{_hint(runtime, name)}"
     return links
+
+
+def samples_page(run: RunFolder, index: int | None = None) -> str:
+    """The command that shows a run's samples, and the address of an iteration on its page."""
+    command = f"`millrace view {of_run(run.name, run.store.url)}`"
+    return command if index is None else f"{command}, at `/{run.name}/{iteration_number(index)}`"
 
 
 def _hint(runtime: Runtime, name: str) -> str:

@@ -40,6 +40,12 @@ def test_flow_runs_have_tags_of_run_preset_and_model(
     assert run_tags(config) == {"run:a", f"preset:{preset}", "model:Qwen3-0.6B"}
 
 
+def test_pages_name_the_command_that_shows_the_samples(tmp_path: Path) -> None:
+    root = str(tmp_path / "my runs")
+    assert report.samples_page(RunFolder("runs", "a")) == "`millrace view a`"
+    assert report.samples_page(RunFolder(root, "a"), 1) == f"`millrace view a --root '{root}'`, at `/a/2`"
+
+
 def test_the_log_line_has_the_figures_that_there_are() -> None:
     metrics = {"reward/mean": 0.25, "eval/sums/reward_mean": 0.5, "eval/sums/samples": 10.0}
     assert _headline(metrics) == "reward 0.25, sums 0.500"
