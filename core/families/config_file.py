@@ -90,7 +90,7 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             where=where,
             remedy=f"supported: {', '.join(known_names())}",
         )
-    renamed = dict(config)
+    renamed = _opened(config, family, refuse)
     for alias, names in ALIASES.items():
         name = next((name for name in names if name in family.keys), None)
         if name and alias in renamed:
@@ -103,7 +103,14 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, rule in family.keys.items():
         values[key] = _value(renamed, key, rule, values, where, refuse)
     latent = "kv_lora_rank" in family.keys
-    values |= rotary(renamed, refuse, family.rotary_part, latent=latent, default=family.rotary_default)
+    values |= rotary(
+        renamed,
+        refuse,
+        family.rotary_part,
+        latent=latent,
+        default=family.rotary_default,
+        axes=family.rotary_axes,
+    )
     if family.windows:
         values["windows"] = windows(renamed, family.windows, values["num_hidden_layers"], refuse)
     if family.delta_net:
@@ -115,8 +122,21 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def undeclared_keys(config: Mapping[str, Any]) -> list[str]:
     """Keys of a config.json that its family does not have, and that change nothing."""
     family = family_named(config["model_type"])
-    known = {*family.declared, *ROTARY, *ALIASES}
-    return sorted(key for key, value in config.items() if key not in known and value is not None)
+    known = {*family.declared, *ROTARY, *ALIASES, family.within}
+    every = {**config, **config.get(family.within, {})} if family.within else config
+    return sorted(key for key, value in every.items() if key not in known and value is not None)
+
+
+def _opened(config: Mapping[str, Any], family: Family, refuse: Any) -> dict[str, Any]:
+    """All keys of a config.json, those of its language model among them, which the others must not contradict."""
+    inner = config.get(family.within, {})
+    if not isinstance(inner, dict):
+        refuse(family.within, inner, "a mapping is wanted", WHOLE)
+    outer = {key: value for key, value in config.items() if key != family.within}
+    for key in outer.keys() & inner.keys() - {"model_type", "architectures"}:
+        if outer[key] is not None and json_text(outer[key]) != json_text(inner[key]):
+            refuse(f"{family.within}.{key}", inner[key], f"{key} says {outer[key]!r}")
+    return {**inner, **outer}
 
 
 def _check_bound(config: Mapping[str, Any], family: Family, refuse: Any) -> None:

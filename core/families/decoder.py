@@ -256,6 +256,24 @@ DELTA_NET_BY_KEY_HEAD = (
     ),
     *_DELTA_NET,
 )
+DELTA_NET = (
+    ModelPart(
+        f"{_IN}.self_attention.in_proj.weight",
+        {
+            f"{_AT}.linear_attn.in_proj_{name}.weight": (rows, "hidden")
+            for name, rows in (
+                ("qkv", "delta_channels"),
+                ("z", "delta_values"),
+                ("b", "delta_heads"),
+                ("a", "delta_heads"),
+            )
+        },
+        0,
+        "joined",
+        PROJECTED,
+    ),
+    *_DELTA_NET,
+)
 DELTA_SIZES = {
     "linear_num_key_heads": Honoured(int, absent=16),
     "linear_num_value_heads": Honoured(int, absent=32),

@@ -109,8 +109,9 @@ class Family:
     `rotary_part`: partial_rotary_factor if the key is missing; None: only whole heads rotate. `interleaved`: whether neighbouring
     dimensions rotate together, instead of those half a head apart. `windows`: None: attention is full in every layer.
     `rotary_default`: rope_parameters of a config.json without any; its rope_theta also with others. `delta_net`: whether some
-    layers have it. `centred`: whether weights of norms are stored less 1. `predictor`: how names of tensors start that predict
-    tokens after the next one, if they are not numbered as layers.
+    layers have it. `centred`: whether weights of norms are stored less 1. `beside`: how names of tensors start that the model here
+    does not have, such as those that predict tokens after the next one. `within`: the key of config.json under which keys of the
+    language model are. `rotary_axes`: whether positions of pictures have several axes, which a text's tokens do not tell apart.
     """
 
     name: str
@@ -128,13 +129,20 @@ class Family:
     rotary_default: Mapping[str, Any] = field(default_factory=dict)
     delta_net: bool = False
     centred: bool = False
-    predictor: str = ""
+    beside: tuple[str, ...] = ()
+    within: str = ""
+    rotary_axes: bool = False
 
     @property
     def declared(self) -> frozenset[str]:
         """All keys of config.json that the family has a meaning for, those of rotary embeddings left out."""
         by_layer = (*(self.windows.keys if self.windows else ()), *(LAYER_KEYS if self.delta_net else ()))
         return frozenset({*self.keys, *self.bound, *self.harmless, *by_layer})
+
+    @property
+    def embedding(self) -> str:
+        """The name of the embedding's tensor."""
+        return next(iter(self.before[0].tensors))
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:

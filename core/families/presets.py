@@ -106,6 +106,27 @@ def _qwen3_next() -> dict[str, Any]:
     }
 
 
+def _qwen3_5(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, value_heads: int
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_5",
+        **_sizes(layers, hidden, ffn, heads, kv_heads, 248320),
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1e7,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": hidden <= 2560,
+    }
+
+
 def _llama(layers: int, hidden: int, ffn: int, heads: int, factor: float, tied: bool) -> dict[str, Any]:
     return {
         "model_type": "llama",
@@ -270,6 +291,11 @@ QWEN3_TEMPLATE = (
 )
 QWEN3_2507 = "temperature 0.7, top_p 0.8, top_k 20"
 QWEN3_INSTRUCT_TEMPLATE = "No thinking. Calls are Hermes' JSON."
+QWEN35_SAMPLING = "temperature 0.6, top_p 0.95, top_k 20; without thinking temperature 0.7, top_p 0.8"
+QWEN35_NOTES = (
+    "Thinking is on unless chat_template_kwargs has enable_thinking: false. Calls are names and parameters in tags, which are not "
+    "read: give the tokenizer a response_template. Rows with pictures are not read."
+)
 LLAMA_SAMPLING = "temperature 0.6, top_p 0.9"
 LLAMA_TEMPLATE = "No thinking. Calls are JSON with `parameters`, one a turn."
 GLM4_SAMPLING = "GLM-Z1: temperature 0.6, top_p 0.95, top_k 40"
@@ -498,6 +524,34 @@ PRESETS: dict[str, ModelPreset] = {
         ),
         QWEN3_2507,
         QWEN3_INSTRUCT_TEMPLATE,
+    ),
+    "qwen3.5-0.8b": ModelPreset(
+        "Qwen/Qwen3.5-0.8B",
+        _qwen3_5(24, 1024, 3584, 8, 2, 16),
+        (_L(1),),
+        QWEN35_SAMPLING,
+        QWEN35_NOTES,
+    ),
+    "qwen3.5-4b": ModelPreset(
+        "Qwen/Qwen3.5-4B",
+        _qwen3_5(32, 2560, 9216, 16, 4, 32),
+        (_L(1, recompute="full"), _L(2, tensor=2, recompute="full"), _L(4, tensor=2)),
+        QWEN35_SAMPLING,
+        QWEN35_NOTES,
+    ),
+    "qwen3.5-9b": ModelPreset(
+        "Qwen/Qwen3.5-9B",
+        _qwen3_5(32, 4096, 12288, 16, 4, 32),
+        (_L(2, tensor=2, recompute="full"), _L(4, tensor=2, recompute="full"), _L(8, tensor=2)),
+        QWEN35_SAMPLING,
+        QWEN35_NOTES,
+    ),
+    "qwen3.5-27b": ModelPreset(
+        "Qwen/Qwen3.5-27B",
+        _qwen3_5(64, 5120, 17408, 24, 4, 48),
+        (_L(8, tensor=4, engine=2, recompute="full"), _L(16, tensor=4, engine=2, recompute="full")),
+        QWEN35_SAMPLING,
+        QWEN35_NOTES,
     ),
     "glm4-9b": ModelPreset(
         "zai-org/GLM-4-9B-0414",

@@ -35,5 +35,5 @@ QWEN3_NEXT = Family(
     rotary_part=0.25,
     delta_net=True,
     centred=True,
-    predictor="mtp.",
+    beside=("mtp.",),
 )

@@ -20,6 +20,7 @@ from millrace.core.families.mistral import MISTRAL
 from millrace.core.families.qwen2 import QWEN2
 from millrace.core.families.qwen2_moe import QWEN2_MOE
 from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
+from millrace.core.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from millrace.core.families.qwen3_next import QWEN3_NEXT
 
 GROUP = "millrace.families"
@@ -31,6 +32,7 @@ BUILT_IN = (
     QWEN3,
     QWEN3_MOE,
     QWEN3_NEXT,
+    QWEN3_5_TEXT,
     GLM4,
     DEEPSEEK_V3,
     KIMI_K2,
@@ -38,7 +40,8 @@ BUILT_IN = (
     GPT_OSS,
     GLM4_MOE,
 )
-_known: dict[str, Family] = {family.name: family for family in BUILT_IN}
+OTHER_FORMS = (QWEN3_5,)  # of families that are there, as other checkpoints store them
+_known: dict[str, Family] = {family.name: family for family in (*BUILT_IN, *OTHER_FORMS)}
 
 
 def register_family(family: Family) -> None:
@@ -76,6 +79,11 @@ def family_named(name: str) -> Family:
     family = family_of(name)
     assert family is not None, f"an architecture of the unknown family {name}"
     return family
+
+
+def every_family() -> list[Family]:
+    """The families of this process."""
+    return list(_known.values())
 
 
 def known_names() -> list[str]:

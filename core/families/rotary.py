@@ -12,6 +12,10 @@ from typing import Any, NoReturn
 from millrace.core.families.rope_scaling import KINDS, Llama3Scaling, YarnScaling
 
 ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")  # keys that are read here
+OF_AXES = {
+    "mrope_section",
+    "mrope_interleaved",
+}  # which dimensions turn by which axis of a picture's positions
 OF_LATENTS = {"mscale", "mscale_all_dim"}  # of YaRN; SGLang reads them for latent attention alone
 DEFAULT_THETA = 10000.0  # transformers' own, for every family here
 
@@ -26,14 +30,17 @@ def rotary(
     *,
     latent: bool = False,
     default: Mapping[str, Any] = MappingProxyType({}),
+    axes: bool = False,
 ) -> dict[str, Any]:
     """rope_theta, the base, and rope_scaling: its kind as rope_type with the fields of that kind, or None.
 
     `part`: the family's partial_rotary_factor if the key is missing, which is then in the result too; None: only whole heads.
     latent: whether only a part of each head, beside a latent one, rotates. `default`: what the family has without any
-    parameters; its rope_theta also with others. Calls `refuse` for a scaling of another kind, and for an ambiguous embedding.
+    parameters; its rope_theta also with others. axes: whether parameters of several axes of positions are left aside. Calls
+    `refuse` for a scaling of another kind, and for an ambiguous embedding.
     """
     name, inner = _parameters(config, refuse, default)
+    inner = {key: value for key, value in inner.items() if not (axes and key in OF_AXES)}
     kinds = {f"{name}.{key}": inner.pop(key) for key in ("rope_type", "type") if key in inner}
     kind = _agreed(kinds, refuse) if kinds else "default"
     if kind not in ("default", *KINDS):

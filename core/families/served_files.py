@@ -57,8 +57,16 @@ def name_dtype(path: Path, dtype: str) -> None:
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
-    for name in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
-        config[name] = dtype
+    # a checkpoint that also sees pictures may name it for its language model
+    places = [
+        (part, key)
+        for part in (config, config.get("text_config"))
+        if isinstance(part, dict)
+        for key in ("dtype", "torch_dtype")
+        if key in part
+    ]
+    for part, name in places or [(config, "dtype")]:
+        part[name] = dtype
     path.write_text(json_text(config, indent=2) + "\n", encoding="utf-8")
 
 

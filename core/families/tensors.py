@@ -17,11 +17,11 @@ from millrace.core.contracts.source_path import inside
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.config_file import WHOLE
-from millrace.core.families.decoder import EMBEDDING, HEAD, UNQUANTISED
+from millrace.core.families.decoder import HEAD, UNQUANTISED
 from millrace.core.families.family import ModelPart
 from millrace.core.families.quantised.kinds import DTYPE as MADE_IN
 from millrace.core.families.quantised.kinds import Quantisation, quantisation_of
-from millrace.core.families.registry import family_named
+from millrace.core.families.registry import every_family, family_named
 
 INDEX = "model.safetensors.index.json"
 ONLY_FILE = "model.safetensors"
@@ -101,10 +101,10 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
     """
     where = f"{field} = {folder}"
     stored = _model_tensors(Path(folder), where)
-    shapes = tensor_shapes(arch)
+    shapes, embedding = tensor_shapes(arch), family_named(arch.family).embedding
     further = _of_further_layers(arch)
     for name, tensor in stored.items():
-        known = shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
+        known = shapes.get(name, shapes[embedding] if name == HEAD else None)
         if tensor.dtype not in BYTES and not LEFT_OVER.fullmatch(name):
             reason = f"tensor {name} in {tensor.file} is of type {tensor.dtype}, not of {', '.join(BYTES)}"
             raise ConfigError(reason, where=where, remedy=UNQUANTISED)
@@ -123,9 +123,9 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
     for name in (*shapes, *sorted(marks)):
         if name not in stored:
             raise ConfigError(f"tensor {name} is missing", where=where, remedy=FAMILY)
-    if arch.tied and HEAD in stored and not _equal(Path(folder), stored[HEAD], stored[EMBEDDING]):
+    if arch.tied and HEAD in stored and not _equal(Path(folder), stored[HEAD], stored[embedding]):
         raise ConfigError(
-            f"tie_word_embeddings is true, and {HEAD} in {stored[HEAD].file} is not {EMBEDDING}",
+            f"tie_word_embeddings is true, and {HEAD} in {stored[HEAD].file} is not {embedding}",
             where=where,
             remedy="set tie_word_embeddings to what the model was trained with",
         )
@@ -141,9 +141,9 @@ def stacked_names(arch: Architecture) -> list[str]:
 
 
 def kept_tensors(folder: str, arch: Architecture, field: str = "model.path") -> dict[str, StoredTensor]:
-    """Tensors of a folder that no step changes: the routers' biases, and all that predict further tokens."""
+    """Tensors of a folder that no step changes: the routers' biases, and all that the model here does not have."""
     fixed = [part for part in family_named(arch.family).layer if not part.trained]
-    if not fixed and not has_predictor(arch):
+    if not fixed and not may_hold_more(arch):
         return {}
     names = {
         name.format(layer=layer) for part in fixed for layer in arch.expert_layers for name in part.tensors
@@ -153,26 +153,27 @@ def kept_tensors(folder: str, arch: Architecture, field: str = "model.path") -> 
     return {name: tensor for name, tensor in stored.items() if name in names or further.match(name)}
 
 
-def has_predictor(arch: Architecture) -> bool:
-    """Whether a folder may hold tensors that predict tokens after the next one, which the model here does not have."""
-    return arch.further_layers > 0 or bool(family_named(arch.family).predictor)
+def may_hold_more(arch: Architecture) -> bool:
+    """Whether a folder may hold tensors that the model here does not have, and keeps."""
+    return arch.further_layers > 0 or bool(family_named(arch.family).beside)
 
 
 def _of_further_layers(arch: Architecture) -> re.Pattern[str]:
-    """Names of tensors that predict tokens after the next one, also in layers after the last."""
+    """How names of tensors start that the model here does not have, also in layers after the last."""
     numbers = range(arch.layers, arch.layers + arch.further_layers)
     layers = rf"model\.layers\.({'|'.join(map(str, numbers)) or 'none'})\."
-    named = re.escape(family_named(arch.family).predictor)
-    return re.compile(f"{layers}|{named}" if named else layers)
+    return re.compile("|".join([layers, *map(re.escape, family_named(arch.family).beside)]))
 
 
 def stored_type(folder: str) -> str | None:
     """The type of a folder's stored weights, taken from the embedding; None if no weights can be read."""
     try:
-        embedding = _stored_tensors(Path(folder), folder).get(EMBEDDING)
+        stored = _stored_tensors(Path(folder), folder)
     except ConfigError:
         # `weight_tensors` gives the reason
         return None
+    names = (family.embedding for family in every_family())
+    embedding = next((stored[name] for name in names if name in stored), None)
     return NAMES.get(embedding.dtype) if embedding else None
 
 

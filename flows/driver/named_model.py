@@ -93,6 +93,7 @@ def stored_as(folder: str) -> str:
     file = Path(folder) / "config.json"
     if not (stored := stored_type(folder)) and file.exists():
         values = json.loads(file.read_text(encoding="utf-8"))
+        values = {**values.get("text_config", {}), **values}
         stored = values.get("dtype") or values.get("torch_dtype")
     return stored or "float32"
 

@@ -18,7 +18,7 @@ from millrace.core.families import registry
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import resolved
 from millrace.core.families.llama import LLAMA
-from millrace.core.families.registry import BUILT_IN, family_of, register_family
+from millrace.core.families.registry import BUILT_IN, OTHER_FORMS, family_of, register_family
 from tests.support.tiny_models import save_tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def other(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    for name in {*registry._known} - {family.name for family in BUILT_IN}:
+    for name in {*registry._known} - {family.name for family in (*BUILT_IN, *OTHER_FORMS)}:
         del registry._known[name]
 
 

@@ -814,6 +814,7 @@ def shape_of(family: str, tied: bool = False, **more: Any) -> Any:
         "qwen2_moe": shared,
         "mistral": {"sliding_window": None},
         "qwen3_next": {**shared, **DELTA_NET, "norm_topk_prob": False},
+        "qwen3_5_text": DELTA_NET,
         "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
         "kimi_k2": {**LATENT, "first_k_dense_replace": 1, "q_lora_rank": None},
         "glm4_moe_lite": LATENT,

@@ -27,6 +27,7 @@ ENGINES = {
     "qwen3": SERVED,
     "qwen3_moe": SERVED,
     "qwen3_next": SERVED,
+    "qwen3_5_text": "SGLang serves the published form, whose checkpoints also see pictures",
     "glm4": SERVED,
     "deepseek_v3": SERVED,
     "kimi_k2": SERVED,

@@ -66,6 +66,14 @@ LATENT = {
     "v_head_dim": 128,
     "rms_norm_eps": 1e-6,
 }
+# heads are of published widths, for which SGLang has kernels
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -74,16 +82,8 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "num_attention_heads": 6, "shared_expert_intermediate_size": 256},
     "qwen3": {},
     "qwen3_moe": EXPERTS,
-    # heads of the delta net are of published widths, for which SGLang has kernels
-    "qwen3_next": {
-        **EXPERTS,
-        "shared_expert_intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
+    "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 128},
+    "qwen3_5_text": DELTA_NET,
     "glm4": {},
     "deepseek_v3": {
         **LATENT,

@@ -11,7 +11,7 @@ from millrace.core.config.plan.preset_memory import KINDS, LayoutMemory, layout_
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import resolved
 from millrace.core.families.presets import PRESETS
-from millrace.core.families.registry import BUILT_IN
+from millrace.core.families.registry import BUILT_IN, every_family, family_named
 from tests.connectors.megatron import test_layout_parity as parity
 from tests.golden.curves import KEPT
 
@@ -46,9 +46,16 @@ def _families() -> Iterator[str]:
     for family in BUILT_IN:
         assert {(family.name, split) for split in parity.SPLITS} <= set(parity.CELLS), family.name
         assert (KEPT / f"{family.name}.json").exists(), f"{family.name} has no curve"
-        names = [name for name, preset in PRESETS.items() if preset.config["model_type"] == family.name]
+        names = [
+            name
+            for name, preset in PRESETS.items()
+            if family_named(preset.config["model_type"]).title == family.title
+        ]
         presets = ", ".join(f"`{name}`" for name in names) or "none"
-        yield f"| {family.title} | `{family.name}` | {family.model_class} | {_refused(family.name)} | {presets} |"
+        forms = [each for each in every_family() if each.title == family.title]
+        types = ", ".join(f"`{form.name}`" for form in forms)
+        classes = ", ".join(form.model_class for form in forms)
+        yield f"| {family.title} | {types} | {classes} | {_refused(family.name)} | {presets} |"
 
 
 def _refused(family: str) -> str:

@@ -20,6 +20,7 @@ CLASSES = {
     "gpt_oss": "GptOss",
     "glm4_moe": "Glm4Moe",
     "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5",
 }
 
 
@@ -57,7 +58,7 @@ GLM4_MOE = {
     "first_k_dense_replace": 1,
     "num_mtp_layers": 0,
 }
-QWEN3_NEXT = {
+DELTA_NET = {
     "num_attention_heads": 6,
     "head_dim": 16,
     "full_attention_interval": 2,
@@ -66,6 +67,9 @@ QWEN3_NEXT = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 3,
+}
+QWEN3_NEXT = {
+    **DELTA_NET,
     "num_experts": 4,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -158,6 +162,8 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         values |= GLM4_MOE
     if family == "qwen3_next":
         values |= QWEN3_NEXT
+    if family == "qwen3_5_text":
+        values |= DELTA_NET
     if family == "mistral":
         values |= {"sliding_window": None}
     if family in ("deepseek_v3", "kimi_k2", "glm4_moe_lite"):
@@ -169,9 +175,9 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         values |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "v_head_dim": 18}
     if family == "glm4_moe_lite":
         values |= {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False}
-    config = getattr(transformers, f"{CLASSES[family]}Config")(**{**values, **changes})
+    kind = getattr(transformers, f"{CLASSES[family]}ForCausalLM")
     torch.manual_seed(1)
-    made = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
+    made = kind(kind.config_class(**{**values, **changes}))
     with torch.no_grad():  # norms and biases start at 1 and 0, which would hide a mix-up
         for name, parameter in made.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):

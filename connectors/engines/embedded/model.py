@@ -18,7 +18,7 @@ from millrace.connectors.engines.embedded.delta_net import DeltaWeights, empty_m
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
-from millrace.core.families.decoder import EMBEDDING, GATE_SLOPE, HEAD, LATENT_EPS
+from millrace.core.families.decoder import GATE_SLOPE, HEAD, LATENT_EPS
 from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.registry import family_named
 from millrace.core.families.tensors import stored_names, tensor_shapes
@@ -73,7 +73,7 @@ def read_tensors(folder: Path, shape: Architecture, dtype: torch.dtype | None) -
         tensors = {name: folder_tensors[name] for name in folder_tensors.stored}
     except ConfigError as error:
         raise ModelError(str(error)) from error
-    wanted = dtype or tensors[EMBEDDING].dtype
+    wanted = dtype or tensors[family_named(shape.family).embedding].dtype
     exact = folder_tensors.kept
     return {name: tensor.to(torch.float32 if name in exact else wanted) for name, tensor in tensors.items()}
 
@@ -89,7 +89,7 @@ class Weights:
         self._parts = {part.parameter.split(".experts.")[1]: part for part in stacked}
         self._by_key_head = any(part.form == "key_heads" for part in family_named(shape.family).layer)
         self.layers = [self._layer(number) for number in range(shape.layers)]
-        self.embedding = tensors[EMBEDDING]
+        self.embedding = tensors[family_named(shape.family).embedding]
         self.norm = self._scale(self._one("final_layernorm.weight", 0))
         self.head = self.embedding if shape.tied else tensors[HEAD]
         self.dtype = self.embedding.dtype

@@ -43,6 +43,11 @@ PUBLISHED: dict[str, int | float] = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-next-80b-a3b": 79.67,
+    # of texts alone
+    "qwen3.5-0.8b": 0.75,
+    "qwen3.5-4b": 4.21,
+    "qwen3.5-9b": 8.95,
+    "qwen3.5-27b": 26.9,
     "glm4-9b": 9_400_279_040,
     "glm4-32b": 32.57,
     "glm4.7-flash": 29.94,
@@ -61,10 +66,6 @@ WAITING = {
     "glm5.2-744b-a40b": "glm_moe_dsa",
     "mimo-7b-rl": "mimo",
     "minimax-m2": "minimax_m2",
-    "qwen3.5-0.8b": "qwen3_5",
-    "qwen3.5-4b": "qwen3_5",
-    "qwen3.5-9b": "qwen3_5",
-    "qwen3.5-27b": "qwen3_5",
     "qwen3.5-35b-a3b": "qwen3_5_moe",
 }
 

@@ -26,7 +26,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.folder_tensors import FolderTensors
-from millrace.core.families.tensors import has_predictor, tensor_shapes
+from millrace.core.families.tensors import may_hold_more, tensor_shapes
 
 Form = Literal["hf", "torch_dist"]
 DESCRIBED = "hugging_face"  # folder of config.json and tokenizer beside weights in torch_dist
@@ -106,7 +106,7 @@ class TorchDistSource:
             in_threads(store.verify, files)
         self._weights = TorchDistWeights(self.folder, self.arch)
         # megatron's model has none of the layers that predict further tokens
-        has_more = has_predictor(self.arch) and any(self.model.glob("*.safetensors"))
+        has_more = may_hold_more(self.arch) and any(self.model.glob("*.safetensors"))
         self._more = (
             FolderTensors(str(self.model), self.arch, "model", mapped=False, whole=False)
             if has_more

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.families.architecture import Architecture
-from millrace.core.families.decoder import EMBEDDING, HEAD
+from millrace.core.families.decoder import HEAD
 from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import family_named
 
@@ -97,7 +97,9 @@ def lookup(name: str, *, family: str, layer_offset: int, expert_offset: int, tie
         first = {"layer": layer_offset, "expert": expert_offset}
         numbers = {key: int(text) + first[key] for key, text in match.groupdict().items()}
         names = tuple(text.format(**numbers) for text in part.tensors)
-        return Mapping(part, (EMBEDDING,) if tied and names == (HEAD,) else names, numbers.get("expert", 0))
+        if tied and names == (HEAD,):
+            names = (family_named(family).embedding,)
+        return Mapping(part, names, numbers.get("expert", 0))
     raise AssertionError(f"no part of family {family} is megatron's parameter {name}")
 
 

@@ -1,0 +1,154 @@
+"""A checkpoint that also sees pictures: its language model is trained as the same one alone, and the rest comes back bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from millrace.connectors.engines.embedded.model import Decoder, Weights, read_shape, read_tensors
+from millrace.core.errors import ConfigError
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config, resolved, undeclared_keys
+from tests.connectors.megatron.test_buckets import passed
+from tests.connectors.megatron.test_conversion import assert_same, convert
+from tests.connectors.megatron.test_kept_tensors import bytes_of
+from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
+
+VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "out_hidden_size": 32}
+OUTER = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": False,
+    "image_token_id": 30,
+    "video_token_id": 31,
+    "vision_start_token_id": 32,
+    "vision_end_token_id": 33,
+    "vision_config": {"model_type": "qwen3_5", **VISION},
+}
+INNER = {
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
+SECTIONS = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+
+
+def longer(name: str) -> str:
+    """The name of a language model's tensor in such a checkpoint."""
+    return name.replace("model.", "model.language_model.") if name.startswith("model.") else name
+
+
+@pytest.fixture(scope="module")
+def folder(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As they are published, with a tower for pictures and tensors that predict tokens after the next one."""
+    alone, made = model("qwen3_5_text"), tmp_path_factory.mktemp("pictures")
+    tensors = {longer(name): tensor for name, tensor in load_file(alone / "model.safetensors").items()}
+    tensors |= {
+        "model.visual.blocks.0.attn.qkv.weight": torch.randn(48, 16),
+        "model.visual.blocks.0.attn.qkv.bias": torch.randn(48).bfloat16(),
+        "mtp.fc.weight": torch.randn(32, 64),
+    }
+    save_file(tensors, made / "model.safetensors")
+    inner = {**json.loads((alone / "config.json").read_text()), **INNER}
+    inner["rope_parameters"] |= SECTIONS
+    del inner["architectures"]
+    (made / "config.json").write_text(json.dumps({**OUTER, "text_config": inner}))
+    return made
+
+
+def test_a_step_changes_the_language_model_as_the_same_one_alone(
+    workers: Workers, model: Callable[..., Path], folder: Path, tmp_path: Path
+) -> None:
+    url, found = write_batch(tmp_path / "batch", samples(1)), {}
+    for name, source in (("alone", model("qwen3_5_text")), ("within", folder)):
+        with workers.group(configuration(source, 2, parallel={"pipeline": 2})) as group:
+            found[name] = group.run(log_probabilities, url)[0]
+            group.call("export", str(tmp_path / f"{name}, same"), 0)
+            sent = group.run(passed)
+            group.train([1], url)
+            group.call("export", str(tmp_path / name), 1)
+    assert found["within"] == found["alone"]
+    before, same, after = (
+        bytes_of(each) for each in (folder, tmp_path / "within, same", tmp_path / "within")
+    )
+    assert before.keys() == same.keys()
+    assert all(same[name].equal(tensor) for name, tensor in before.items())
+    alone = bytes_of(tmp_path / "alone")
+    kept = {name for name in before if name.startswith(("model.visual.", "mtp."))}
+    assert after.keys() == {longer(name) for name in alone} | kept
+    assert all(after[longer(name)].equal(tensor) for name, tensor in alone.items())
+    assert {name for name in before if after[name].equal(before[name])} == kept
+    for buckets in sent:
+        assert {name for tensors, *_ in buckets for name in tensors} == before.keys() - kept
+
+
+def test_transformers_loads_the_language_model_of_an_export(
+    workers: Workers, model: Callable[..., Path], folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with workers.group(configuration(folder, dtype="bfloat16")) as group:
+        group.call("export", str(tmp_path / "export"), 0)
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["text_config"]["dtype"] == "bfloat16"
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        alone, exported = (
+            AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16)(tokens).logits
+            for each in (model("qwen3_5_text"), tmp_path / "export")
+        )
+    assert torch.equal(alone, exported)
+
+
+def test_the_engine_computes_the_language_model(model: Callable[..., Path], folder: Path) -> None:
+    tokens = torch.arange(16)[None] % 37
+    hidden: list[Tensor] = []
+    for each in (model("qwen3_5_text"), folder):
+        shape = read_shape(each)
+        hidden.append(Decoder(Weights(shape, read_tensors(each, shape, None))).prefill(tokens)[0])
+    assert torch.equal(*hidden)
+
+
+def test_every_tensor_comes_back_from_torch_dist(folder: Path, tmp_path: Path) -> None:
+    convert(folder, tmp_path / "there")
+    convert(tmp_path / "there", tmp_path / "back")
+    assert_same(tmp_path / "back", folder)
+
+
+def test_keys_of_the_language_model_are_read_where_they_are(model: Callable[..., Path], folder: Path) -> None:
+    alone = architecture(read_hf_config(str(model("qwen3_5_text"))))
+    assert architecture(read_hf_config(str(folder))) == replace(alone, family="qwen3_5")
+    config = json.loads((folder / "config.json").read_text())
+    assert undeclared_keys(config) == []
+    config["text_config"]["no_such_key"] = 3
+    assert undeclared_keys({**config, "other": 4}) == ["no_such_key", "other"]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "named"),
+    [
+        ({"text_config": 3}, {}, "text_config = 3"),
+        ({"tie_word_embeddings": True}, {}, "text_config.tie_word_embeddings = false"),
+        ({}, {"attn_output_gate": False}, "attn_output_gate = false"),
+        ({}, {"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ({}, {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"architectures": ["Qwen3_5ForCausalLM"]}, {}, "architectures"),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, "quantization_config"),
+    ],
+)
+def test_what_is_another_model_is_refused(
+    folder: Path, outer: dict[str, Any], inner: dict[str, Any], named: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= inner
+    with pytest.raises(ConfigError, match=f"config.json: {named}"):
+        resolved({**config, **outer}, "test")
