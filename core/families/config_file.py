@@ -128,7 +128,7 @@ def undeclared_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def _opened(config: Mapping[str, Any], family: Family, refuse: Any) -> dict[str, Any]:
-    """All keys of a config.json, those of its language model among them, which the others must not contradict."""
+    """All keys of a config.json and of the language model in it, which must not contradict each other."""
     inner = config.get(family.within, {})
     if not isinstance(inner, dict):
         refuse(family.within, inner, "a mapping is wanted", WHOLE)

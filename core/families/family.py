@@ -110,7 +110,7 @@ class Family:
     dimensions rotate together, instead of those half a head apart. `windows`: None: attention is full in every layer.
     `rotary_default`: rope_parameters of a config.json without any; its rope_theta also with others. `delta_net`: whether some
     layers have it. `centred`: whether weights of norms are stored less 1. `beside`: how names of tensors start that the model here
-    does not have, such as those that predict tokens after the next one. `within`: the key of config.json under which keys of the
+    does not have, which may predict tokens after the next one. `within`: the key of config.json under which keys of the
     language model are. `rotary_axes`: whether positions of pictures have several axes, which a text's tokens do not tell apart.
     """
 
