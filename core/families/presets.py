@@ -291,11 +291,8 @@ QWEN3_TEMPLATE = (
 )
 QWEN3_2507 = "temperature 0.7, top_p 0.8, top_k 20"
 QWEN3_INSTRUCT_TEMPLATE = "No thinking. Calls are Hermes' JSON."
-QWEN35_SAMPLING = "temperature 0.6, top_p 0.95, top_k 20; without thinking temperature 0.7, top_p 0.8"
-QWEN35_NOTES = (
-    "Thinking is on unless chat_template_kwargs has enable_thinking: false. Calls are names and parameters in tags, which are not "
-    "read: give the tokenizer a response_template. Rows with pictures are not read."
-)
+QWEN35_SAMPLING = "temperature 1.0, top_p 0.95, top_k 20; without thinking temperature 0.7, top_p 0.8"
+QWEN35_NOTES = "chat_template_kwargs sets enable_thinking. Calls are Qwen3-Coder's XML. It also sees pictures, which no row may have."
 LLAMA_SAMPLING = "temperature 0.6, top_p 0.9"
 LLAMA_TEMPLATE = "No thinking. Calls are JSON with `parameters`, one a turn."
 GLM4_SAMPLING = "GLM-Z1: temperature 0.6, top_p 0.95, top_k 40"
