@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
 
 from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.parts import write_part
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
@@ -19,7 +21,7 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.publish import _figures, _without_advantage
+from millrace.tasks.publish import _commit, _figures, _manifest, _without_advantage
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
@@ -120,6 +122,30 @@ async def test_a_rollout_that_an_earlier_start_made_takes_no_time_now(
     ctx, _ = filtered
     ctx.times.intervals = {"rollout": (1.0, 1.25)}
     assert ctx.worked == {"engines": (1.0, 1.25), "rollout": (1.25, 1.25)}
+
+
+async def test_manifest_and_record_keep_when_each_task_worked(
+    filtered: tuple[IterationContext, list[FileRecord]],
+) -> None:
+    ctx, parts = filtered
+    step = ctx.folder.write_json("step.json", {"version": 3, "steps": [STEP]})
+    records: dict[str, Any] = {
+        "sample_prompts": {"files": [ctx.folder.entry("prompts.parquet").record()]},
+        "rollout": {"files": parts},
+        "reward": {"files": ctx.records["reward"]["files"]},
+        "train_step": {"version": 3, "steps": [STEP], "files": [step.record()]},
+    }
+    for task, result in records.items():
+        ctx.folder.write_sealed(record_path(task), {"result": json.dumps(result)})
+    now = time.perf_counter()
+    ctx.times.intervals = {"train_step": (now - 3, now - 1)}
+    record = _commit(ctx, _manifest(ctx, {}))
+    started, ended = record["worked"]["train_step"]
+    assert ended - started == pytest.approx(2, abs=0.01)
+    assert time.time() - ended == pytest.approx(1, abs=60)
+    stored = RunFolder(ctx.config.storage.root, ctx.config.run.name).manifest(1)
+    assert stored
+    assert stored.tasks["worked"] == record["worked"]
 
 
 async def test_a_part_that_the_record_does_not_name_keeps_it_from_closing(
