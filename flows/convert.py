@@ -17,6 +17,7 @@ def convert(
     dtype: DType | None = None,
     file_gib: float = 4.0,
     verify: bool = True,
+    merge: bool = False,
 ) -> str:
     """Convert a checkpoint; the same target goes on from its finished files.
 
@@ -28,8 +29,9 @@ def convert(
         dtype: Type of all weights; by default as they are stored.
         file_gib: Size of a weight file, about.
         verify: Read both back and compare them bit for bit.
+        merge: The source is a folder of adapters: add them to the weights that they belong to, which `model` may name.
     """
-    conversion = Conversion(order_of(source, target, model, to, dtype, file_gib))
+    conversion = Conversion(order_of(source, target, model, to, dtype, file_gib, merge))
     written = write(conversion)
     if verify:
         compare(conversion)

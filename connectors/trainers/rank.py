@@ -120,12 +120,17 @@ class Rank(BroadcastSource, Protocol):
         """
         ...
 
-    def export(self, directory: str, version: int) -> None:
+    def export(self, directory: str, version: int, merged: bool = False) -> None:
         """Write the weights as a Hugging Face folder that all ranks see, whole or not at all. Raises TrainerError unless
-        `version` is held."""
+        `version` is held.
+
+        With trainer.lora it is a PEFT folder of the adapters, and with `merged` the model's, to which what they add is added.
+        """
         ...
 
-    def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
+    def upload(
+        self, url: str, version: int, served: Served = ALONE, merged: bool = False
+    ) -> list[FileRecord]:
         """Write the same to a folder in any storage; returns this rank's files, relative to it. served: the run's settings for
         engines."""
         ...
@@ -133,7 +138,7 @@ class Rank(BroadcastSource, Protocol):
     def bucket(self, version: int, number: int, size: int, share: bool) -> WeightBucket:
         """Fill a buffer with bucket `number` of the weights, about `size` bytes; 0 starts a new pass. It stays until the next one.
 
-        A pass has every tensor of the exported folder once. share: let other processes on this GPU open the buffer. Raises
+        A pass has every tensor of the exported folder once, with trainer.lora of the merged one. share: let other processes on this GPU open the buffer. Raises
         TrainerError unless `version` is held.
         """
         ...

@@ -93,6 +93,9 @@ class RunConfig(Section):
         ):
             if settings[section][name] is not None and "://" not in settings[section][name]:
                 settings[section][name] = os.path.abspath(settings[section][name])
+        lora = settings["trainer"]["lora"]
+        if lora and lora["path"] is not None:
+            lora["path"] = os.path.abspath(lora["path"])
         settings["run"]["import_from"] = [*map(os.path.abspath, self.run.import_from), os.getcwd()]
         return settings
 

@@ -6,7 +6,8 @@ from pydantic import Field
 
 from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET
 from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
-from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.section import READS, Section
+from millrace.core.families.adapters import USUAL
 
 ALGORITHM = "one run has one algorithm"
 CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # package.module:Class
@@ -65,6 +66,23 @@ class Schedule(Section):
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
 
 
+class Lora(Section):
+    """Adapters that are trained instead of the model's weights (LoRA, arXiv:2106.09685)."""
+
+    rank: int = Field(32, ge=1, description="Rank of each pair of matrices.")
+    alpha: float = Field(32.0, gt=0, description="What a pair adds is multiplied by alpha / rank.")
+    targets: str = Field(
+        USUAL,
+        description="Which matrices get a pair: a regular expression for their whole names in Hugging Face's checkpoint, without "
+        "`.weight`. By default all of attention and of dense MLPs.",
+    )
+    path: Annotated[str | None, fixed("the run began with it"), READS] = Field(
+        None,
+        description="Folder of adapters to start from, as PEFT or an export of a run with adapters has it. null: adapters that add "
+        "nothing at first.",
+    )
+
+
 class Trainer(Section):
     """The trainer: megatron-core's, or yours."""
 
@@ -83,6 +101,11 @@ class Trainer(Section):
         "auto", description="auto takes the GPU when there is one."
     )
     parallel: Annotated[Parallel, ANY_START] = Parallel()
+    lora: Annotated[Lora | None, fixed("checkpoints hold the adapters alone")] = Field(
+        None,
+        description="Trains adapters beside the model's weights, which do not change and have no gradients and optimizer state; "
+        "checkpoints and exports hold the adapters. null: all weights are trained.",
+    )
     optimizer: Annotated[Optimizer, in_a_branch(ALGORITHM)] = Optimizer()
     schedule: Annotated[Schedule, in_a_branch(ALGORITHM)] = Schedule()
     global_batch: Annotated[int | None, fixed("the number of steps an iteration follows from it")] = Field(

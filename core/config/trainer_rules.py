@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from millrace.core.config import lora_rules
 from millrace.core.config.megatron_options import rules as megatron_options
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.run_config import RunConfig
@@ -22,6 +23,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield from megatron_options.problems(config)
     else:
         yield from _of_megatron(config)
+    yield from lora_rules.problems(config)
     yield from _pack(config)
     yield from _optimizer(config)
     if config.trainer.store_logprobs and config.algorithm.supervised:

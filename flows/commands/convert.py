@@ -21,7 +21,7 @@ def convert(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Hugging Face folder that describes a torch_dist source; a run's checkpoint has the run's."
+            help="Hugging Face folder that describes a torch_dist source; a run's checkpoint has the run's. With --merge the model's; by default as the adapters name it."
         ),
     ] = None,
     to: Annotated[Form | None, typer.Option(help="Form of the target; by default the other one.")] = None,
@@ -29,6 +29,12 @@ def convert(
         DType | None, typer.Option(help="Type of all weights; by default as they are stored.")
     ] = None,
     file_gib: Annotated[float, typer.Option(help="Size of a weight file, about.")] = 4.0,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="The source is a folder of adapters: add them to the weights that they belong to."
+        ),
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read both back and compare them bit for bit.")
     ] = False,
@@ -37,7 +43,7 @@ def convert(
 
     def done() -> list[str]:
         with lines_before_prefect():
-            conversion = Conversion(order_of(source, target, model, to, dtype, file_gib))
+            conversion = Conversion(order_of(source, target, model, to, dtype, file_gib, merge))
             lines = [f"{target}: {conversion.convert().line}"]
             if verify:
                 conversion.verify()

@@ -22,6 +22,7 @@ def order_of(
     to: Form | None = None,
     dtype: DType | None = None,
     file_gib: float = 4.0,
+    merge: bool = False,
 ) -> Order:
     """The order. source, model: folders, or names on Hugging Face, which are downloaded.
 
@@ -38,10 +39,11 @@ def order_of(
     return Order(
         source=where,
         target=Path(target),
-        model=_folder(model, weights=False) if model else _model_of_run(where),
-        to=to,
+        model=_folder(model, weights=False) if model else None if merge else _model_of_run(where),
+        to=to or ("hf" if merge else None),
         dtype=DTYPES[dtype] if dtype else None,
         file_bytes=round(file_gib * 2**30),
+        merge=merge,
     )
 
 

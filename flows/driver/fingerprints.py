@@ -3,20 +3,17 @@
 Owns what is hashed. Data sources have their own fingerprints (millrace.core.contracts.rows.prompts).
 """
 
-import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace.connectors.storage.sampled_hash import sampled_hash
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.rollout import Tool
 from millrace.core.hooks.loading import hash_of, load, module_and_name, source_of
 from millrace.core.hooks.reward_selection import all_rewards, comparisons
 from millrace.core.hooks.rollout_selection import rollout_functions
 
-SMALL = 32 << 20  # larger files are not hashed whole
-SAMPLE = 1 << 16  # bytes hashed at three places of a larger file
-HEADER = 8  # bytes with the length of a safetensors file's header
 OF_A_MODEL = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model")
 OURS = "millrace."
 
@@ -40,37 +37,23 @@ def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
-    critic = config.algorithm.critic
+    critic, lora = config.algorithm.critic, config.trainer.lora
     folders = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
         "algorithm.teacher": config.algorithm.teacher,
         "algorithm.reference": config.algorithm.reference,
         "algorithm.advantage.critic.path": critic.path if critic else None,
+        "trainer.lora.path": lora.path if lora else None,
     }
     for field, folder in folders.items():
         if folder and Path(folder).is_dir():
             files = {file for pattern in OF_A_MODEL for file in Path(folder).glob(pattern) if file.is_file()}
             for file in sorted(files):
-                yield f"{field}: {file.name}", _digest(file)
+                yield f"{field}: {file.name}", sampled_hash(file)
     template = config.model.chat_template
     if template and Path(template).is_file():
-        yield "model.chat_template: file", _digest(Path(template))
-
-
-def _digest(file: Path) -> str:
-    size = file.stat().st_size
-    hashed = hashlib.sha256(str(size).encode())
-    with file.open("rb") as handle:
-        if size <= SMALL and file.suffix != ".safetensors":
-            hashed.update(handle.read())
-            return hashed.hexdigest()
-        header = int.from_bytes(handle.read(HEADER), "little") if file.suffix == ".safetensors" else 0
-        hashed.update(handle.read(min(header, SMALL)))
-        for start in (HEADER + header, size // 2, max(0, size - SAMPLE)):
-            handle.seek(start)
-            hashed.update(handle.read(SAMPLE))
-    return hashed.hexdigest()
+        yield "model.chat_template: file", sampled_hash(Path(template))
 
 
 def own_modules(config: RunConfig) -> dict[str, str]:

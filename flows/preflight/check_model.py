@@ -20,7 +20,7 @@ from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFold
 from millrace.connectors.teachers.served_teacher import FIELD as TEACHER
 from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.connectors.teachers.teacher_tokenizer import UnprovenError, differing_text
-from millrace.core.config import RunConfig, layout_rules
+from millrace.core.config import RunConfig, layout_rules, lora_rules
 from millrace.core.config.engine_kinds import SGLANG
 from millrace.core.config.megatron_options.rules import router_problems
 from millrace.core.config.model_preset import differences
@@ -87,6 +87,7 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
             if config.model.dtype == "auto":
                 yield Problem(error.where, "auto", error.reason, error.remedy)
         yield from router_problems(config, shape)
+        yield from lora_rules.model_problems(config, shape)
         yield from _quantised(config, path)
     if os.path.isdir(path) or config.model.tokenizer:
         yield from _tokenizer(config, found)

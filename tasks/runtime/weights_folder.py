@@ -14,6 +14,7 @@ from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.rank import Rank
 from millrace.core.config import RunConfig
 from millrace.core.errors import StorageError
+from millrace.core.families.served_files import ALONE
 from millrace.tasks.runtime.trainer import Ranks
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ class WeightsFolder:
         """Let the ranks write a version, then remove the others."""
         place = self._store.url_of(_name(version))
         if self._by_url:
-            await ranks.each(Rank.upload, place, version)
+            await ranks.each(Rank.upload, place, version, ALONE, True)
         else:
-            await ranks.each(Rank.export, place, version)
+            await ranks.each(Rank.export, place, version, True)
         self.version = version
         await asyncio.to_thread(self._remove_others)
 

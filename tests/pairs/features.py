@@ -296,6 +296,9 @@ SURROUNDINGS = {
     "recompute": Feature({"trainer.recompute": "full"}, carries=("trainer.recompute=selective",)),
     "plain_optimizer": Feature({"trainer.optimizer.distributed": False}),
     "bfloat16": Feature({"model.dtype": "bfloat16"}),
+    "lora": Feature(
+        {"trainer.lora.rank": 4, "trainer.lora.alpha": 8.0}, carries=("trainer.lora", "trainer.lora.path")
+    ),
 }
 ENGINES = {
     "two_engines": Feature({"engines.count": 2}),

@@ -213,6 +213,7 @@ SIGNS: dict[str, Sign] = {
     "stages_of_the_model": _trained_under("numerics", "parallel", "pipeline", value=2),
     "recompute": _trained_under("numerics", "recompute", value="full"),
     "plain_optimizer": _trained_under("configuration", "trainer", "optimizer", "distributed", value=False),
+    "lora": lambda left: any(left.folder.glob("exports/*/adapter_config.json")),
     "bfloat16": _trained_under("numerics", "dtype", value="bfloat16"),
     "two_engines": lambda left: (
         _distinct(row["engine_id"] for row in left.rows("rollouts/part-*")) == 2 or left.has("router")

@@ -176,14 +176,16 @@ class BigramRank:
         self.version = version
         return version
 
-    def export(self, directory: str, version: int) -> None:
+    def export(self, directory: str, version: int, merged: bool = False) -> None:
         self._check(version)
         if self.rank == 0:
             aside = Path(f"{directory}.aside")
             self._write(aside, ALONE)
             aside.rename(directory)
 
-    def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
+    def upload(
+        self, url: str, version: int, served: Served = ALONE, merged: bool = False
+    ) -> list[FileRecord]:
         self._check(version)
         if self.rank:
             return []

@@ -235,6 +235,7 @@ SECTIONS: dict[str, list[str]] = {  # that a mode may lack, and what makes them
     ],
     "algorithm.advantage.critic.schedule": ["algorithm.advantage={kind: gae, critic: {schedule: {}}}"],
     "engines.router": ["engines.router={}"],
+    "trainer.lora": ["trainer.lora={}"],
     "evaluation.sets": ["evaluation.sets=[{name: held, path: held.jsonl}]"],
     "evaluation.sets.0.reward": ["evaluation.sets=[{name: held, path: held.jsonl, reward: 'm:f'}]"],
 }

@@ -61,6 +61,7 @@ ROWS: dict[str, Row] = {
             *_under("rollout", "prompts samples_per_prompt"),
             *_under("pipeline", "sync_every rollouts_only rollouts_from"),
             *_under("trainer", "rank global_batch passes optimizer.distributed megatron_optimizer"),
+            *_under("trainer.lora", "rank alpha targets path"),
         ),
         NEITHER,
     ),

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
+from millrace.connectors.trainers.adapters import trained
 from millrace.connectors.trainers.megatron.forward_backward import LogprobForwardBackward
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.optim.optimizer import called
@@ -50,7 +51,10 @@ def reference_of(config: RunConfig, policy: RankModel, hf: dict[str, Any]) -> Re
 
 
 class Reference:
-    """Parameters of the policy's architecture in host memory, swapped into the policy's model for a forward pass."""
+    """Parameters of the policy's architecture in host memory, swapped into the policy's model for a forward pass.
+
+    With adapters only they are copied: the weights beside them are the policy's own.
+    """
 
     def __init__(self, policy: RankModel, version: int = 0) -> None:
         """Copy the current weights of the policy's model. version: OF_A_FOLDER if they are not the run's."""
@@ -61,16 +65,15 @@ class Reference:
 
     def copy_policy(self, version: int) -> None:
         """Copy the policy's current weights, which have this version."""
-        self._weights = {
-            name: value.detach().to("cpu", copy=True) for name, value in self._policy.named_parameters()
-        }
+        changed = trained(self._policy) if self._policy.adapted else self._policy.named_parameters()
+        self._weights = {name: value.detach().to("cpu", copy=True) for name, value in changed}
         self.version = version
 
     @contextlib.contextmanager
     def as_policy(self) -> Iterator[None]:
         """A context in which the policy's model has the reference's weights."""
         parameters = dict(self._policy.named_parameters())
-        policy_weights = {name: value.detach().clone() for name, value in parameters.items()}
+        policy_weights = {name: parameters[name].detach().clone() for name in self._weights}
         with torch.no_grad():
             for name, value in self._weights.items():
                 parameters[name].copy_(value)

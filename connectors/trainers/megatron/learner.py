@@ -31,7 +31,7 @@ from millrace.connectors.trainers.megatron.rank_batch import RankBatch, make_ran
 from millrace.connectors.trainers.megatron.trainable_model import (
     TrainableModel,
     bytes_of_weights,
-    model_from_hf,
+    policy_from_hf,
 )
 from millrace.core.algorithms.ages import measured
 from millrace.core.algorithms.credit import ScoredSamples, stored_or_shaped, token_credit
@@ -82,7 +82,7 @@ class Learner:
         megatron_options.check(config, self.architecture)
         self.objective = Objective(self.algorithm)
         self.kl_controller = KLController(self.algorithm)
-        inner = model_from_hf(config, config.model.path, hf, device)
+        inner = policy_from_hf(config, hf, device)
         # before the optimizer copies the weights
         self.reference = reference_of(config, inner, hf) if self.objective.needs_ref else None
         self.policy = TrainableModel(inner, config, config.trainer.optimizer.lr)

@@ -41,20 +41,31 @@ class RankWeights:
     def _working(self, what: str, *, everything: bool = True) -> contextlib.AbstractContextManager[None]:
         raise AssertionError("TrainerRank has it")
 
-    def export(self, directory: str, version: int) -> None:
-        """Write the weights as a Hugging Face folder that all ranks can see."""
+    def export(self, directory: str, version: int, merged: bool = False) -> None:
+        """Write the weights as a Hugging Face folder that all ranks can see, or adapters that are not `merged` as a PEFT folder."""
+        from millrace.connectors.trainers.megatron.weights.adapter_tensors import export_peft
         from millrace.connectors.trainers.megatron.weights.hf_folder import export_hf
 
         self._check_version(version)
+        lora = self.config.trainer.lora
         with self._working("export", everything=False):
+            if lora is not None and not merged:
+                export_peft(self.policy, self.hf, lora, self.config.model.path, directory)
+                return
             export_hf(self.policy, self.hf, self.config.model.path, directory)
 
-    def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
+    def upload(
+        self, url: str, version: int, served: Served = ALONE, merged: bool = False
+    ) -> list[FileRecord]:
         """Write the same to a folder in any storage; returns this rank's files."""
+        from millrace.connectors.trainers.megatron.weights.adapter_tensors import upload_peft
         from millrace.connectors.trainers.megatron.weights.hf_folder import upload_hf
 
         self._check_version(version)
+        lora = self.config.trainer.lora
         with self._working("export", everything=False):
+            if lora is not None and not merged:
+                return upload_peft(self.policy, self.hf, lora, self.config.model.path, url)
             return upload_hf(self.policy, self.hf, self.config.model.path, url, served)
 
     def bucket(self, version: int, number: int, size: int, share: bool) -> WeightBucket:

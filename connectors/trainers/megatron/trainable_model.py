@@ -3,13 +3,15 @@
 Owns the order of an optimizer step: all checks that may refuse it come before any change. Knows nothing of losses.
 """
 
+from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
-from torch.nn import Module
 
+from millrace.connectors.trainers.adapters import read_peft, trained
+from millrace.connectors.trainers.megatron.model.adapters import attach
 from millrace.connectors.trainers.megatron.model.grouped_experts import pack_weights
 from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel, RankModel, build_model
 from millrace.connectors.trainers.megatron.optim import fused_adamw
@@ -23,6 +25,7 @@ from millrace.connectors.trainers.megatron.optim.step_numbers import step_number
 from millrace.connectors.trainers.megatron.weights.hf_folder import load_hf
 from millrace.core.config import RunConfig
 from millrace.core.config.trainer import Schedule
+from millrace.core.families.architecture import architecture
 from millrace.core.replay import StepNumbers
 
 
@@ -48,13 +51,29 @@ def model_from_hf(
     return inner
 
 
-def bytes_of_weights(inner: Module) -> int:
-    """Bytes of a model's weights that this rank saves. The first data parallel rank with a weight saves it."""
+def policy_from_hf(config: RunConfig, hf: dict[str, Any], device: Any) -> RankModel:
+    """The policy before its first step, with adapters if trainer.lora asks for them.
+
+    Raises ConfigError if model.path or trainer.lora.path does not fit.
+    """
+    inner = model_from_hf(config, config.model.path, hf, device)
+    lora = config.trainer.lora
+    if lora is None:
+        return inner
+    arch = architecture(hf)
+    pairs = None if lora.path is None else read_peft(Path(lora.path), lora, arch, "trainer.lora.path")
+    attach(inner, lora, arch, config.run.seed, pairs)
+    return inner
+
+
+def bytes_of_weights(inner: RankModel) -> int:
+    """Bytes of a model's weights that this rank saves. The first data parallel rank with a weight saves it; of adapters, only they are."""
     first = {
         True: mpu.get_data_parallel_rank(with_context_parallel=True) == 0,
         False: mpu.get_expert_data_parallel_rank() == 0,
     }
-    return sum(each.nbytes for each in inner.parameters() if first[getattr(each, "allreduce", True)])
+    saved = (each for _, each in trained(inner)) if inner.adapted else inner.parameters()
+    return sum(each.nbytes for each in saved if first[getattr(each, "allreduce", True)])
 
 
 class TrainableModel:
@@ -144,6 +163,6 @@ class TrainableModel:
 
         Learning rate, betas, epsilon, weight decay and schedule stay the configuration's.
         """
-        self.inner.load_state_dict(loaded["model"])
+        self.inner.load_state_dict(loaded["model"], strict=not self.inner.adapted)
         load_optimizer(self.optimizer, loaded["optimizer"])
         self.schedule.step(increment=int(loaded["schedule"]["num_steps"]) - self.schedule.num_steps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from millrace.core.config import layout_rules
+from millrace.core.config import layout_rules, lora_rules
 from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
@@ -52,6 +52,10 @@ def router_problems(config: RunConfig, architecture: Architecture) -> Iterator[P
 
 def check(config: RunConfig, architecture: Architecture) -> None:
     """Raise ConfigError for the first option that is refused, or that does not fit the model."""
-    of_model = (*router_problems(config, architecture), *layout_rules.problems(config, architecture))
+    of_model = (
+        *router_problems(config, architecture),
+        *layout_rules.problems(config, architecture),
+        *lora_rules.model_problems(config, architecture),
+    )
     for problem in (*problems(config), *of_model):
         raise ConfigError(problem.reason, where=problem.field, remedy=problem.remedy)

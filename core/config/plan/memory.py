@@ -10,6 +10,7 @@ from millrace.core.config.plan.layout import Layout
 from millrace.core.config.plan.numbers import Numbers
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
+from millrace.core.families.adapters import parameters_of, targeted
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.family import ModelPart
@@ -74,11 +75,13 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     width = 2 if config.dtype == "bfloat16" else 4
     critic = critic_shape(config, shape)
     critics, critics_experts = max(_held_by_ranks(config, critic)) if critic else (0, 0)
-    trained, experts = held + critics, experts + critics_experts
+    adapters = _adapters_of_rank(config, shape)
+    weights, trained = held + adapters + critics, (adapters or held) + critics
+    experts = (0 if adapters else experts) + critics_experts
     shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
     states = 2 * FP32 + (FP32 if width == 2 else 0)
     parts = [
-        MemoryPart(f"weights, {config.dtype}", trained * width),
+        MemoryPart(f"weights, {config.dtype}", weights * width),
         MemoryPart("gradients, fp32", trained * FP32),
         MemoryPart(f"optimizer, fp32, 1/{shards}", -(-(trained - experts) * states // shards)),
         MemoryPart("activations of a pack (estimate)", _activations(config, shape, width)),
@@ -93,10 +96,28 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
         copies = t.world_size // (split * t.parallel.pipeline) if t.optimizer.distributed else 1
         parts.insert(3, MemoryPart(f"optimizer of experts, fp32, 1/{copies}", -(-experts * states // copies)))
     if config.algorithm.kl_coef > 0:
-        parts.append(MemoryPart("the policy, put aside for the reference", held * width))
+        parts.append(MemoryPart("the policy, put aside for the reference", (adapters or held) * width))
     if config.algorithm.teacher:
         parts.append(MemoryPart("teacher", _teacher(config, width)))
     return parts
+
+
+def _adapters(config: RunConfig, shape: Architecture) -> int:
+    """Numbers in the adapters; 0 if all weights are trained."""
+    lora = config.trainer.lora
+    return sum(parameters_of(each, lora.rank) for each in targeted(shape, lora.targets)) if lora else 0
+
+
+def _adapters_of_rank(config: RunConfig, shape: Architecture) -> int:
+    """Numbers in the adapters of the rank of a pipeline that has the most."""
+    lora, tensor = config.trainer.lora, config.trainer.parallel.tensor
+    if lora is None:
+        return 0
+    found = targeted(shape, lora.targets)
+    return max(
+        sum(parameters_of(each, lora.rank, tensor) for each in found if each.layer in layers)
+        for layers in layers_of_ranks(config, shape.layers)
+    )
 
 
 def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[MemoryPart]:
@@ -116,7 +137,7 @@ def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
     """Bytes of the trained weights, and of the optimizer's state. A checkpoint holds both."""
     width = 2 if config.dtype == "bfloat16" else 4
     critic = critic_shape(config, shape)
-    trained = shape.parameters + (critic.parameters if critic else 0)
+    trained = (_adapters(config, shape) or shape.parameters) + (critic.parameters if critic else 0)
     return trained * width, trained * (2 * FP32 + (FP32 if width == 2 else 0))
 
 
@@ -216,7 +237,10 @@ def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) ->
     exports = len(numbers.exports)
     return [
         MemoryPart("1 checkpoint" if kept == 1 else f"{kept} checkpoints at most at once", kept * checkpoint),
-        MemoryPart("1 export" if exports == 1 else f"{exports} exports", exports * shape.parameters * width),
+        MemoryPart(
+            "1 export" if exports == 1 else f"{exports} exports",
+            exports * (_adapters(config, shape) or shape.parameters) * width,
+        ),
     ]
 
 

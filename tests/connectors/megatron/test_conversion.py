@@ -508,3 +508,41 @@ def test_two_conversions_do_not_write_to_one_folder(model: Callable[..., Path], 
     first = Conversion(Order(model(), tmp_path / "made"))
     with first._alone(), pytest.raises(StorageError, match="another conversion writes to it; wait for it"):
         convert(model(), tmp_path / "made")
+
+
+def test_adapters_are_merged_in_fp32_and_rounded_once(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+) -> None:
+    from tests.connectors.megatron.test_adapters import settings
+
+    folder = model("qwen3")
+    with workers.group(settings(folder, lora={"rank": 4, "alpha": 12.0})) as group:
+        group.train([1], batch.format(1))
+        group.call("export", str(tmp_path / "adapters"), 1)
+        group.call("save", str(tmp_path / "checkpoint"))
+    convert(tmp_path / "adapters", tmp_path / "merged", to="hf", merge=True)
+    convert(tmp_path / "adapters", tmp_path / "half", to="hf", merge=True, dtype=torch.bfloat16)
+    convert(tmp_path / "adapters", tmp_path / "dist", to="torch_dist", merge=True)
+    convert(tmp_path / "dist", tmp_path / "back")
+    pairs = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    base, merged = tensors_of(folder), tensors_of(tmp_path / "merged")
+    changed = 0
+    for name, weight in base.items():
+        a, b = (
+            pairs.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight") for side in "AB"
+        )
+        wanted = weight if a is None or b is None else torch.addmm(weight, b, a, alpha=3.0)
+        assert torch.equal(merged[name], wanted), name
+        changed += a is not None
+    assert changed == len(pairs) / 2 > 0
+    assert_same(tmp_path / "back", tmp_path / "merged")
+    with pytest.raises(ConfigError, match="it is a folder of adapters; add them to the weights.*--merge"):
+        convert(tmp_path / "adapters", tmp_path / "other")
+    with pytest.raises(ConfigError, match="it holds adapters alone.*--merge"):
+        convert(tmp_path / "checkpoint", tmp_path / "other", folder)
+    settings_file = tmp_path / "adapters" / "adapter_config.json"
+    settings_file.write_text(settings_file.read_text().replace(str(folder), "/none"))
+    with pytest.raises(ConfigError, match="/none holds no config.json.*--model"):
+        convert(tmp_path / "adapters", tmp_path / "other", to="hf", merge=True)
+    with pytest.raises(ConfigError, match="adapter_config.json cannot be read"):
+        convert(folder, tmp_path / "other", to="hf", merge=True)

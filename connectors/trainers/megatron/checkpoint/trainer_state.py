@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.connectors.storage.files import FileEntry, recorded
+from millrace.connectors.storage.sampled_hash import sampled_hash
 from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.checkpoint.background import BackgroundWriter, Begun
 from millrace.connectors.trainers.megatron.checkpoint.file_writer import SynchronousSave
@@ -143,6 +144,7 @@ def _write_marker(
         "layout": {"world_size": dist.get_world_size(), **trainer.parallel.model_dump()},
         "distributed_optimizer": trainer.optimizer.distributed,
         "parts": learner.checkpoint_parts,
+        **({"base": _base(learner)} if learner.policy.inner.adapted else {}),
         "last": metrics,
         "files": [
             file.model_dump(include={"path", "size", "sha256"}) for files in files_of_ranks for file in files
@@ -172,6 +174,7 @@ def load(learner: Learner, url: str) -> Loaded:
             raise TrainerError(
                 f"was saved without a {part}, which the algorithm needs", where=url, remedy=LOAD_ANOTHER
             )
+    _check_base(learner, marker, url)
     files = recorded(marker["files"], store.url_of(COMPLETE))
     with read_folder(store, files) as folder, torch.no_grad():
         try:
@@ -187,6 +190,31 @@ def load(learner: Learner, url: str) -> Loaded:
         if torch.cuda.is_available() and "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
     return Loaded(int(state["version"]), marker["last"])
+
+
+def _base(learner: Learner) -> dict[str, str]:
+    """The hashes of the files that hold the weights beside the adapters."""
+    folder = Path(learner.config.model.path)
+    return {path.name: sampled_hash(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def _check_base(learner: Learner, marker: dict[str, Any], url: str) -> None:
+    """Raise TrainerError, on every rank, unless a checkpoint of adapters meets the weights that it belongs to, and no other does."""
+    now = on_rank_0(lambda: _base(learner)) if learner.policy.inner.adapted else None
+    stored = marker.get("base")
+    if stored == now:
+        return
+    if stored is None or now is None:
+        holds = "all weights" if stored is None else "adapters alone"
+        raise TrainerError(
+            f"holds {holds}", where=url, remedy="set trainer.lora as the run had it that saved the checkpoint"
+        )
+    name = min(name for name in stored.keys() | now.keys() if stored.get(name) != now.get(name))
+    raise TrainerError(
+        f"its adapters belong to another {name} than that of model.path = {learner.config.model.path}",
+        where=url,
+        remedy="name the model that they were trained beside",
+    )
 
 
 def _read_state(learner: Learner, folder: Path, files: set[str]) -> dict[str, Any]:

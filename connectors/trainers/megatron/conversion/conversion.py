@@ -44,9 +44,9 @@ SPARE = 1.02  # headers and tables of contents
 
 @dataclass(frozen=True)
 class Order:
-    """What is converted. model: the Hugging Face folder that describes a torch_dist source.
+    """What is converted. model: the Hugging Face folder that describes a torch_dist source, or whose adapters the source holds.
 
-    to: the form; by default the other one. dtype: of all weights; by default as they are stored. file_bytes: of a weight file, about.
+    merge: add the source's adapters to the model's weights. to: the form; by default the other one. dtype: of all weights; by default as they are stored. file_bytes: of a weight file, about.
     """
 
     source: Path
@@ -55,6 +55,7 @@ class Order:
     to: Form | None = None
     dtype: torch.dtype | None = None
     file_bytes: int = 4 * 2**30
+    merge: bool = False
 
 
 class Converted(NamedTuple):
@@ -85,7 +86,7 @@ class Conversion:
             raise ConfigError(
                 "one lies in the other", where=f"{order.source} and {order.target}", remedy=EMPTY
             )
-        self.source: CheckpointSource = open_source(order.source, order.model)
+        self.source: CheckpointSource = open_source(order.source, order.model, merge=order.merge)
         self.every = self.source.every
         # what steps do not change keeps its type
         self.dtypes = {

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.storage.files import in_threads, recorded
+from millrace.connectors.storage.sampled_hash import sampled_hash
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.adapters import CONFIG as ADAPTERS
+from millrace.connectors.trainers.adapters import WEIGHTS, merged, read_config, stored_pairs
 from millrace.connectors.trainers.megatron.conversion.parameters import (
     FURTHER,
     Parameter,
@@ -23,6 +26,7 @@ from millrace.connectors.trainers.megatron.conversion.stored_weights import (
     checkpoint_folder,
 )
 from millrace.core.errors import ConfigError
+from millrace.core.families.adapters import matrices
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.folder_tensors import FolderTensors
@@ -84,6 +88,39 @@ class HuggingFaceSource:
         return _state(self.folder, sorted(path.name for path in self.folder.glob("*.safetensors")))
 
 
+class MergedSource(HuggingFaceSource):
+    """A Hugging Face folder with what the adapters of a PEFT folder add to its weights."""
+
+    def __init__(self, adapters: Path, model: Path | None) -> None:
+        """model: the folder of the weights; by default as adapter_config.json names it."""
+        settings = read_config(adapters, "source")
+        named = settings.get("base_model_name_or_path") or ""
+        base = model or Path(named)
+        if not (base / "config.json").is_file():
+            raise ConfigError(
+                f"{base} holds no config.json, and the adapters belong to a model",
+                where=f"source = {adapters}",
+                remedy="name the folder of the model that they were trained beside: --model FOLDER",
+            )
+        super().__init__(base)
+        self.folder = adapters
+        self._scale = settings["lora_alpha"] / settings["r"]
+        self._pairs = stored_pairs(adapters, matrices(self.arch), settings["r"], "source")
+
+    def tensors(self, parameter: Parameter, rows: slice) -> list[Tensor]:
+        """The Hugging Face tensors that make a parameter, or these rows of them."""
+        found = []
+        for name, tensor in zip(parameter.shapes, super().tensors(parameter, rows), strict=True):
+            pair = self._pairs.get(name.removesuffix(".weight"))
+            found.append(tensor if pair is None else merged(tensor, (pair[0], pair[1][rows]), self._scale))
+        return found
+
+    def state(self) -> str:
+        """A hash of what it is made of: the model's weights and the adapters."""
+        of_base = _state(self.model, sorted(path.name for path in self.model.glob("*.safetensors")))
+        return hashlib.sha256(f"{of_base}\n{sampled_hash(self.folder / WEIGHTS)}".encode()).hexdigest()
+
+
 class TorchDistSource:
     """A torch_dist folder, or the folder of a tracker file above it. Files that our trainer wrote are checked by their hashes."""
 
@@ -102,7 +139,14 @@ class TorchDistSource:
         self.arch = architecture(read_hf_config(str(self.model), "model"))
         if (self.folder / MARKER).is_file():
             store = Store(str(self.folder))
-            files = recorded(store.read_sealed(MARKER)["files"], store.url_of(MARKER))
+            marker = store.read_sealed(MARKER)
+            if "base" in marker:
+                raise ConfigError(
+                    "it holds adapters alone, without the weights beside them",
+                    where=f"source = {path}",
+                    remedy="merge an export of the run: millrace convert EXPORT FOLDER --merge",
+                )
+            files = recorded(marker["files"], store.url_of(MARKER))
             in_threads(store.verify, files)
         self._weights = TorchDistWeights(self.folder, self.arch)
         # megatron's model has none of the layers that predict further tokens
@@ -138,11 +182,23 @@ def _further(tensors: FolderTensors, arch: Architecture) -> list[Parameter]:
     return further({name: stored.shape for name, stored in tensors.kept.items() if name not in known})
 
 
-def open_source(path: Path, model: Path | None = None) -> HuggingFaceSource | TorchDistSource:
-    """The checkpoint at a path. model: the Hugging Face folder that describes a torch_dist checkpoint.
+def open_source(
+    path: Path, model: Path | None = None, *, merge: bool = False
+) -> HuggingFaceSource | TorchDistSource:
+    """The checkpoint at a path. model: the Hugging Face folder that describes a torch_dist checkpoint, or whose adapters are merged.
+
+    merge: the path is a folder of adapters.
 
     Raises ConfigError or StorageError, naming the file and the remedy, before any weight is read.
     """
+    if merge:
+        return MergedSource(path, model)
+    if (path / ADAPTERS).is_file() and not (path / "config.json").is_file():
+        raise ConfigError(
+            "it is a folder of adapters",
+            where=f"source = {path}",
+            remedy="add them to the weights that they belong to: --merge",
+        )
     if (path / "config.json").is_file():
         return HuggingFaceSource(path)
     return TorchDistSource(path, model)

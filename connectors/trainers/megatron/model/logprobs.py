@@ -108,7 +108,9 @@ class _TokenLogprobs(torch.autograd.Function):
         start, live, temperature, chunk, entropy_gradient = ctx.settings
         grad, grad_entropy, grad_others = grads
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        total = None
+        if ctx.needs_input_grad[1]:
+            total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for at in range(0, hidden.shape[0], chunk):
             span = slice(at, at + chunk)
             logits = _logits(hidden[span], weight, live, temperature)
@@ -125,8 +127,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 d -= grad_entropy[span, None] * p * inner
             d = (d / temperature).to(hidden.dtype)
             grad_hidden[span] = d @ weight
-            grad_weight += (d.t() @ hidden[span]).float()
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 9
+            if total is not None:
+                total += (d.t() @ hidden[span]).float()
+        return grad_hidden, None if total is None else total.to(weight.dtype), *[None] * 9
 
 
 def _picked(logits: Tensor, local: Tensor, live: int) -> Tensor:
@@ -206,7 +209,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         start, live, temperature, chunk, entropy_gradient = ctx.settings
         grad, grad_entropy = (g.contiguous() for g in grads)
         total = ctx.main_grad
-        if total is None:
+        if total is None and ctx.needs_input_grad[1]:
             total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         grad_hidden = torch.empty_like(hidden)
         for at in range(0, hidden.shape[0], chunk):
@@ -217,11 +220,12 @@ class _FusedTokenLogprobs(torch.autograd.Function):
                 grad_entropy[span], start, live, temperature, entropy_gradient,
             )  # fmt: skip
             torch.mm(d, weight, out=grad_hidden[span])
-            add_product(total, d.t(), hidden[span])
+            if total is not None:
+                add_product(total, d.t(), hidden[span])
         if ctx.main_grad is not None:
             mark_gradient_added(weight)
             return grad_hidden, *[None] * 10
-        return grad_hidden, total.to(weight.dtype), *[None] * 9
+        return grad_hidden, None if total is None else total.to(weight.dtype), *[None] * 9
 
 
 def mark_gradient_added(weight: Tensor) -> None:

@@ -126,16 +126,23 @@ class RankModel(torch.nn.Module):
         return losses
 
     @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained beside the weights."""
+        return hasattr(self.last, "adapters")
+
+    @property
     def agreements(self) -> list[RoutingAgreement]:
         """What the routers of all stages have counted."""
         return [part.agreement for part in self.modules() if isinstance(part, PackRouter)]
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """The sharded state of all stages, by the names of `state_dict`."""
+        """The sharded state of all stages, by the names of `state_dict`; with adapters only theirs."""
         return {
             f"stages.{number}.{name}": item
             for number, stage in enumerate(self.stages)
-            for name, item in stage.sharded_state_dict().items()
+            for name, item in (
+                stage.adapters.sharded_state_dict("adapters.") if self.adapted else stage.sharded_state_dict()
+            ).items()
         }
 
 

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from millrace.connectors.trainers.adapters import merged
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
+from millrace.connectors.trainers.megatron.weights.adapter_tensors import pairs_of, whole_pair
 from millrace.connectors.trainers.megatron.weights.hf_mapping import Mapping, lookup
 from millrace.core.families.architecture import architecture
 
@@ -24,8 +26,8 @@ def mapped_parameters(model: RankModel, hf: dict[str, Any]) -> Iterator[tuple[to
     for stage in model.stages:
         layer_offset = _layer_offset(stage)
         for name, parameter in stage.named_parameters():
-            if name.startswith("value_head."):
-                continue  # the critic's head, which Hugging Face checkpoints do not have
+            if name.startswith(("value_head.", "adapters.")):
+                continue  # the critic's head and adapters, which Hugging Face checkpoints do not have
             yield (
                 parameter,
                 lookup(
@@ -49,9 +51,10 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole Hugging Face tensors of this rank's stage, one at a time. All tensor parallel ranks must iterate together.
 
-    If tensors hold all experts of a layer, so must all expert parallel ranks.
+    Of a model with adapters, what these add is added to them. If tensors hold all experts of a layer, so must all expert parallel ranks.
     """
     arch = architecture(hf)
+    pairs, scale = pairs_of(model)
     stacks: dict[str, list[Tensor]] = {}  # shares of this rank's experts
     for parameter, mapping in _each_tensor_once(model, hf, experts):
         _, size = tensor_parallel_place(mapping)
@@ -66,7 +69,8 @@ def hf_tensors(
             dist.all_gather(shards, parameter.detach().contiguous(), group=group)
         for name, tensor in zip(mapping.names, mapping.whole(shards, arch), strict=True):
             if not mapping.part.stacked:
-                yield name, tensor
+                pair = pairs.get(name.removesuffix(".weight"))
+                yield name, tensor if pair is None else merged(tensor, whole_pair(pair), scale)
                 continue
             stack = stacks.setdefault(name, [])
             stack.append(tensor)

@@ -1,0 +1,319 @@
+"""Adapters on megatron's ranks: steps, values and folders are those of plain pairs beside Hugging Face's model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from millrace.core.families.adapters import parameters_of, targeted
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
+from tests.connectors.megatron.test_parity import policy_loss
+from tests.support.plain_lora import PlainLora, add_pairs
+from tests.support.plain_trainer import LR, Plain
+from tests.support.trainer_ranks import (
+    RankFailedError,
+    Workers,
+    configuration,
+    log_probabilities,
+    samples,
+    write_batch,
+)
+
+STEPS = 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2": {"tensor": 2},
+    "tp2 sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "cp2": {"context": 2},
+    "ep2": {"expert": 2},
+    "dp2": {},
+    "tp2 pp2": {"tensor": 2, "pipeline": 2, "sequence": True},
+}
+LORA = {"rank": 4, "alpha": 8.0}
+EVERY = r"model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|gate_up|down)_proj"
+PART = r"model\.layers\.[1]\.self_attn\.(q|v)_proj|model\.layers\.\d+\.mlp\.up_proj"
+CASES = [
+    *(("qwen3", layout, EVERY) for layout in LAYOUTS if layout != "ep2"),
+    ("qwen3_moe", "ep2", EVERY),
+    ("qwen3", "tp2 sp", PART),
+    ("glm4", "tp2 sp", EVERY),
+    ("qwen3_moe", "tp2 sp", EVERY),
+    ("gpt_oss", "pp2", EVERY),
+    ("deepseek_v3", "tp2 sp", EVERY),
+]
+
+
+def settings(model: Path, layout: str = "tp1", targets: str = EVERY, **changes: Any) -> dict[str, Any]:
+    parallel = LAYOUTS[layout]
+    split = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
+    ranks = 1 if layout == "tp1" else max(2, split)
+    lora = {**LORA, "targets": targets, **changes.pop("lora", {})}
+    return configuration(model, ranks, parallel=parallel, lora=lora, optimizer={"lr": LR}, **changes)
+
+
+def adapters(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "layout", "targets"), CASES)
+def test_steps_and_adapters_are_those_of_plain_pairs(
+    workers: Workers,
+    model: Callable[..., Path],
+    batch: str,
+    tmp_path: Path,
+    kind: str,
+    layout: str,
+    targets: str,
+) -> None:
+    folder = model(kind)
+    config = settings(folder, layout, targets, algorithm={"kl_coef": 0.1})
+    with workers.group(config) as group:
+        group.call("export", str(tmp_path / "first"), 0)
+        before = group.run(log_probabilities, batch.format(1))[0]
+        ours = [group.train([step], batch.format(step))[0] for step in range(1, STEPS + 1)]
+        group.call("export", str(tmp_path / "last"), STEPS)
+    plain = PlainLora(folder, tmp_path / "first")
+    with torch.no_grad():
+        for row in samples(1):
+            assert before[row["sample_id"]] == pytest.approx(Plain.logprobs(plain, row).tolist(), abs=2e-5)
+    for step, found in enumerate(ours, start=1):
+        loss = policy_loss(plain, samples(step), {}, 0.1)
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=5e-6)
+        assert found["grad_norm"] == pytest.approx(plain.step(loss), rel=1e-4)
+    assert ours[0]["kl"] == 0
+    assert ours[-1]["kl"] > 0
+    last = adapters(tmp_path / "last")
+    assert last.keys() == plain.tensors().keys()
+    for name, expected in plain.tensors().items():
+        assert float((last[name] - expected).abs().mean()) < LR / 100, name
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "ep2"])
+def test_the_first_pass_is_the_base_bit_for_bit(
+    workers: Workers, model: Callable[..., Path], batch: str, layout: str
+) -> None:
+    with_adapters = settings(model(), layout)
+    without = copy.deepcopy(with_adapters)
+    without["trainer"]["lora"] = None
+    found = []
+    for config in (with_adapters, without):
+        with workers.group(config) as group:
+            found.append(group.run(log_probabilities, batch.format(1))[0])
+    assert found[0] == found[1]
+
+
+def held(rank: Any) -> dict[str, Any]:
+    """What a rank keeps beside the weights: elements of gradient buffers and of optimizer state, and which parameters train."""
+    buffers = sum(
+        buffer.grad_data.numel() for model in rank.learner.policy.models for buffer in model.buffers
+    )
+    states = sum(
+        value.numel()
+        for part in rank.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    )
+    trained = {name: each.numel() for name, each in rank.policy.named_parameters() if each.requires_grad}
+    reference = sum(value.numel() for value in rank.learner.reference._weights.values())
+    return {"gradients": buffers, "states": states, "trained": trained, "reference": reference}
+
+
+def test_gradients_optimizer_and_reference_hold_the_adapters_alone(
+    workers: Workers, model: Callable[..., Path], batch: str
+) -> None:
+    with workers.group(settings(model(), algorithm={"kl_coef": 0.1})) as group:
+        group.train([1], batch.format(1))
+        (found,) = group.run(held)
+    numbers = sum(found["trained"].values())
+    assert all(".adapters." in name for name in found["trained"])
+    shape = architecture(read_hf_config(str(model())))
+    assert numbers == sum(parameters_of(matrix, LORA["rank"]) for matrix in targeted(shape, EVERY))
+    assert numbers <= found["gradients"] < numbers + 1024  # buffers are padded
+    assert numbers <= found["states"] / 2 < numbers + 1024
+    assert found["reference"] == numbers
+
+
+def saved(rank: Any) -> set[str]:
+    """Names of the tensors in a rank's part of a checkpoint."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    def found(tree: Any) -> set[str]:
+        if isinstance(tree, ShardedTensor):
+            return {tree.key}
+        items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+        return set().union(*map(found, items))
+
+    return found(rank.learner.sharded_state(loading=False))
+
+
+def test_a_checkpoint_holds_adapters_and_loads_under_another_layout(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+) -> None:
+    folder = model()
+    with workers.group(settings(folder, "tp2 sp", algorithm={"kl_coef": 0.1})) as group:
+        group.train([1], batch.format(1))
+        group.call("save", str(tmp_path / "checkpoint"))
+        names = set().union(*group.run(saved))
+        expected = group.train([2], batch.format(2))[0]
+        group.call("export", str(tmp_path / "straight"), 2)
+    assert {name.partition("adapters.")[0] for name in names} == {
+        "", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.",
+    }  # fmt: skip
+    for number, layout in enumerate(["tp2 sp", "pp2"]):
+        with workers.group(settings(folder, layout, algorithm={"kl_coef": 0.1})) as group:
+            assert set(group.call("load", str(tmp_path / "checkpoint"))) == {1}
+            again = group.train([2], batch.format(2))[0]
+            group.call("export", str(tmp_path / str(number)), 2)
+        exact = layout == "tp2 sp"
+        for name in ("loss", "grad_norm", "kl"):
+            assert again[name] == (
+                expected[name] if exact else pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+            )
+        for name, tensor in adapters(tmp_path / "straight").items():
+            other = adapters(tmp_path / str(number))[name]
+            assert torch.equal(tensor, other) if exact else float((tensor - other).abs().mean()) < LR / 100
+
+
+def test_a_checkpoint_belongs_to_its_base_and_to_runs_with_adapters(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    with workers.group(settings(model())) as group:
+        group.call("save", str(tmp_path / "adapters"))
+    with workers.group(configuration(model())) as group:
+        group.call("save", str(tmp_path / "whole"))
+        with pytest.raises(RankFailedError, match=r"TrainerError.*holds adapters alone.*trainer.lora"):
+            group.call("load", str(tmp_path / "adapters"))
+    with workers.group(settings(model())) as group, pytest.raises(RankFailedError, match="holds all weights"):
+        group.call("load", str(tmp_path / "whole"))
+    other = model(initializer_range=0.03)
+    with (
+        workers.group(settings(other)) as group,
+        pytest.raises(RankFailedError, match=r"adapters belong to another model\.safetensors"),
+    ):
+        group.call("load", str(tmp_path / "adapters"))
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2 pp2"])
+def test_merged_weights_go_out_and_a_folder_of_adapters_starts_another_run(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, layout: str
+) -> None:
+    folder = model()
+    with workers.group(settings(folder, layout)) as group:
+        group.train([1], batch.format(1))
+        group.call("export", str(tmp_path / "adapters"), 1)
+        group.call("export", str(tmp_path / "merged"), 1, merged=True)
+        group.call("upload", str(tmp_path / "uploaded"), 1)
+        sent = group.run(tensors_of_buckets)[0]
+        scores = group.run(log_probabilities, batch.format(2))[0]
+    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == sorted(
+        path.name for path in (tmp_path / "uploaded").iterdir()
+    )
+    plain = Plain(folder)
+    pairs = add_pairs(plain.model, tmp_path / "adapters")
+    base, merged = tensors(folder), tensors(tmp_path / "merged")
+    assert {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])} == {
+        f"{name}.weight" for name in pairs
+    }
+    for name, pair in pairs.items():
+        weight = base[f"{name}.weight"]
+        assert torch.allclose(merged[f"{name}.weight"], weight + pair.scale * pair.B @ pair.A, atol=1e-6)
+    assert sent.keys() == merged.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in merged.items())
+    with torch.no_grad():
+        for row in samples(2):
+            assert scores[row["sample_id"]] == pytest.approx(plain.logprobs(row).tolist(), abs=2e-5)
+    started = {"path": str(tmp_path / "adapters")}
+    with workers.group(settings(folder, lora=started, algorithm={"kl_coef": 0.1})) as group:
+        again = group.run(log_probabilities, batch.format(2))[0]
+        first = group.train([1], batch.format(1))[0]
+    assert first["kl"] == 0  # of the policy before the first step
+    for name, values in scores.items():
+        assert again[name] == pytest.approx(values, abs=2e-5)
+
+
+def tensors_of_buckets(rank: Any) -> dict[str, torch.Tensor]:
+    found, number, last = {}, 0, False
+    while not last:
+        bucket = rank.bucket(1, number, 1 << 14, False)
+        flat = rank._stream.flat
+        for name, shape, dtype, start, end in bucket.entries:
+            found[name] = flat[start:end].clone().view(getattr(torch, dtype)).view(shape)
+        number, last = number + 1, bucket.last
+    rank.end_buckets()
+    return found
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("layout", ["tp1", "pp2"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_change_nothing(
+    workers: Workers, model: Callable[..., Path], batch: str, recompute: str, layout: str
+) -> None:
+    found = []
+    for how in ("none", recompute):
+        with workers.group(settings(model(), layout, recompute=how)) as group:
+            found.append([group.train([step], batch.format(step))[0] for step in (1, 2, 3)])
+    for plain, again in zip(*found, strict=True):
+        figures = again["loss"], again["grad_norm"]
+        expected = plain["loss"], plain["grad_norm"]
+        # layers that are computed again add up what reaches their input in another order
+        assert figures == (pytest.approx(expected, rel=1e-5, abs=1e-8) if recompute == "full" else expected)
+
+
+def test_bfloat16_weights_stay_and_adapters_move(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+) -> None:
+    with workers.group(
+        settings(model(), dtype="bfloat16", algorithm={"reference_update_steps": 1, "kl_coef": 0.1})
+    ) as group:
+        group.call("export", str(tmp_path / "first"), 0)
+        found = [group.train([step], batch.format(step), guard=10.0)[0] for step in (1, 2)]
+        group.call("export", str(tmp_path / "last"), 2)
+        group.call("export", str(tmp_path / "merged"), 2, merged=True)
+    assert [step["kl"] for step in found] == [0, 0]  # the reference follows after each step
+    first, last = adapters(tmp_path / "first"), adapters(tmp_path / "last")
+    assert {str(tensor.dtype) for tensor in last.values()} == {"torch.bfloat16"}
+    assert [name for name in first if torch.equal(first[name], last[name])] == []
+    base, merged = tensors(model()), tensors(tmp_path / "merged")
+    assert torch.equal(merged["model.norm.weight"], base["model.norm.weight"].bfloat16())
+
+
+def test_a_folder_that_does_not_fit_is_refused_by_name(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    with workers.group(settings(model())) as group:
+        group.call("export", str(tmp_path / "adapters"), 0)
+    for changes, reason in (
+        ({"rank": 8}, r"trainer.lora.rank = 8: the adapters of trainer.lora.path have r = 4; set it to 4"),
+        ({"alpha": 4.0}, r"trainer.lora.alpha = 4.*lora_alpha = 8"),
+        ({"targets": r".*\.q_proj"}, r"is of no matrix that has an adapter here"),
+        ({"path": str(tmp_path)}, r"trainer.lora.path = .*adapter_config.json cannot be read"),
+    ):
+        config = settings(model(), lora={"path": str(tmp_path / "adapters"), **changes})
+        with pytest.raises(RankFailedError, match=reason), workers.group(config):
+            pass
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2 sp"])
+def test_passes_with_and_without_a_gradient_have_the_same_bits(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, layout: str
+) -> None:
+    """Each iteration's first step has a ratio of exactly 1 to the log-probabilities of a pass before it, which keeps no graph."""
+    with workers.group(settings(model(), layout, global_batch=8)) as group:
+        for steps in ((1, 2), (3, 4)):
+            url = write_batch(tmp_path / str(steps[0]), [row for step in steps for row in samples(step)])
+            first, second = group.train(list(steps), url)
+            assert first["ratio_distance"] == 0
+            assert second["ratio_distance"] > 0

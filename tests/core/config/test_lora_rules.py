@@ -1,0 +1,177 @@
+"""`trainer.lora`: what it goes with, what is refused by name, which matrices a pattern means, and what the plan counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.core.config.lora_rules import model_problems
+from millrace.core.config.plan import make_plan
+from millrace.core.config.run_config import RunConfig
+from millrace.core.families.adapters import (
+    FORMS,
+    USUAL,
+    matrices,
+    parameters_of,
+    target_modules,
+    targeted,
+)
+from millrace.core.families.registry import BUILT_IN
+from tests.core.config import test_plan
+from tests.core.config.test_layout_rules import DENSE, LAYERS, MIXTURE
+from tests.core.config.test_rules import fields
+from tests.support.qwen3 import QWEN3_06B
+
+LORA = "trainer.lora={rank: 4, alpha: 8}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ([], []),
+        (["algorithm.kl_coef=0.1"], []),
+        (["algorithm.preset=ppo"], []),
+        (["algorithm.loss=sft", "rollout.samples_per_prompt=1"], []),
+        (["trainer.lora.rank=0"], ["trainer.lora.rank"]),
+        (["trainer.lora.alpha=0"], ["trainer.lora.alpha"]),
+        (["trainer.lora.dropout=0.1"], ["trainer.lora.dropout"]),
+        (["trainer.lora.targets='('"], ["trainer.lora.targets"]),
+        (["algorithm.reference=other", "algorithm.kl_coef=0.1"], ["algorithm.reference"]),
+        (["trainer.rank='m:Rank'"], ["trainer.lora"]),
+        (["trainer.megatron={moe_aux_loss_coeff: 0.1}"], ["trainer.megatron.moe_aux_loss_coeff"]),
+        (["trainer.megatron={moe_z_loss_coeff: 0.1}"], ["trainer.megatron.moe_z_loss_coeff"]),
+    ],
+    ids=str,
+)
+def test_what_needs_other_weights_is_refused_by_name(overrides: list[str], refused: list[str]) -> None:
+    assert fields(LORA, *overrides) == refused
+
+
+def config(targets: str = USUAL, **parallel: int) -> RunConfig:
+    values: dict[str, Any] = {
+        "run": {"name": "a"},
+        "model": {"path": "m"},
+        "data": {"sources": [{"path": "p"}]},
+        "trainer": {"world_size": 64, "parallel": parallel, "lora": {"targets": targets}},
+    }
+    return RunConfig.model_validate(values)
+
+
+def refusals(made: RunConfig, shape: Any) -> list[tuple[str, str]]:
+    found = [*model_problems(made, shape)]
+    assert all(problem.remedy for problem in found)
+    return [(problem.field, problem.reason) for problem in found]
+
+
+def test_the_usual_targets_are_all_of_attention_and_of_dense_mlps() -> None:
+    assert refusals(config(), DENSE) == []
+    assert refusals(config(pipeline=4), DENSE) == []
+    assert len(targeted(DENSE, USUAL)) == 7 * LAYERS
+    assert {matrix.name.rpartition(".")[2] for matrix in targeted(MIXTURE, USUAL)} == {
+        f"{name}_proj" for name in "qkvo"
+    }
+    assert target_modules(DENSE, USUAL) == [
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
+    ]  # fmt: skip
+    only = r"model\.layers\.1\.self_attn\.[qv]_proj"
+    assert target_modules(DENSE, only) == [f"model.layers.1.self_attn.{name}_proj" for name in "qv"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "shape", "parallel", "field", "reason"),
+    [
+        ("attention", DENSE, {}, "trainer.lora.targets", "it matches no matrix of this qwen3 model"),
+        (
+            r".*\.down_proj",
+            MIXTURE,
+            {},
+            "trainer.lora.targets",
+            "it matches model.layers.0.mlp.experts.0.down_proj, and adapters of experts are not supported",
+        ),
+        (
+            r".*\.mlp\.gate",
+            MIXTURE,
+            {},
+            "trainer.lora.targets",
+            "it matches model.layers.0.mlp.gate, and adapters of routers are not supported",
+        ),
+        (
+            r"model\.layers\.0\..*_proj",
+            DENSE,
+            {"pipeline": 2},
+            "trainer.lora.targets",
+            "a stage without adapters",
+        ),
+        (
+            USUAL,
+            DENSE,
+            {"tensor": 4},
+            "trainer.parallel.tensor",
+            "it does not divide the model's 2 key-value heads",
+        ),
+    ],
+)
+def test_what_the_model_does_not_have_or_cannot_be_split_is_refused_by_name(
+    targets: str, shape: Any, parallel: dict[str, int], field: str, reason: str
+) -> None:
+    ((found, why),) = refusals(config(targets, **parallel), shape)
+    assert found == field
+    assert reason in why
+
+
+def test_each_family_says_which_of_its_matrices_may_have_adapters() -> None:
+    """A matrix of a new kind is refused until somebody has looked."""
+    ends = {
+        part.parameter.rpartition("{layer}.")[2]
+        for family in BUILT_IN
+        for part in family.layer
+        if any(len(shape) > 1 for shape in part.tensors.values())
+    }
+    assert ends == {
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+        # refused: experts, routers and latents
+        "mlp.router.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
+        "mlp.shared_experts.gate_weight",
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.linear_fc2.weight",
+        "self_attention.linear_q_proj.weight",
+        "self_attention.linear_q_down_proj.weight",
+        "self_attention.linear_q_up_proj.weight",
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attention.linear_kv_up_proj.weight",
+        # and delta nets
+        "self_attention.in_proj.weight",
+        "self_attention.conv1d.weight",
+        "self_attention.out_proj.weight",
+    }
+    forms = {part.form for family in BUILT_IN for part in family.layer}
+    assert forms - set(FORMS) == {"turns", "gated_heads", "key_heads"}
+    assert [matrix.name for matrix in matrices(DENSE) if not matrix.supported] == []
+
+
+def test_the_plan_counts_gradients_optimizer_and_checkpoint_of_the_adapters_alone(tmp_path: Path) -> None:
+    changes = ["model.dtype=bfloat16", "algorithm.kl_coef=0.1", "trainer.lora={rank: 32}"]
+    made = test_plan.config(tmp_path, *changes)
+    plan = make_plan(made, gpus=1)
+    shape = test_plan.architecture(QWEN3_06B)
+    adapters = sum(parameters_of(matrix, 32) for matrix in targeted(shape, USUAL))
+    assert (
+        adapters == 20_185_088
+    )  # 28 layers of 32 × (1024 + 2048 + 2 × (1024 + 1024) + 2048 + 1024 + 3 × (1024 + 3072))
+    parts = {part.name: part.size for part in plan.trainer_memory}
+    assert parts["weights, bfloat16"] == 2 * (shape.parameters + adapters)
+    assert parts["gradients, fp32"] == 4 * adapters
+    assert parts["optimizer, fp32, 1/1"] == 12 * adapters
+    assert parts["the policy, put aside for the reference"] == 2 * adapters
+    stored = {part.name: part.size for part in plan.disk}
+    assert stored["3 checkpoints at most at once"] == 3 * 14 * adapters
+    assert stored["1 export"] == 2 * adapters

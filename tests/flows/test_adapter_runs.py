@@ -1,0 +1,104 @@
+"""Whole runs with trainer.lora: killed, replayed, merged, and started from the adapters of a supervised run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.flow_runs import Workplace, failures, generated, trained
+
+LORA = ("trainer.lora={rank: 4, alpha: 8}", "algorithm.kl_coef=0.05")
+LATER = {  # modes in which weights change amid requests, or travel another way
+    "keep": ("pipeline.ahead=1", "pipeline.on_update=keep", "algorithm.correction.kind=truncate"),
+    "broadcast": ("sync.kind=broadcast", "sync.bucket_mib=1"),
+    "compared": ("sync.max_prompt_gap=0.001",),
+}
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    files = sorted((run / "iterations").glob("*/step.json"))
+    return [step for file in files for step in json.loads(file.read_text())["steps"]]
+
+
+def adapters(run: Path) -> dict[str, torch.Tensor]:
+    newest = sorted((run / "exports").iterdir())[-1]
+    assert sorted(path.name for path in newest.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    return load_file(newest / "adapter_model.safetensors")
+
+
+def assert_same(one: Path, other: Path) -> None:
+    left, right = adapters(one), adapters(other)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+@pytest.fixture(scope="module")
+def merged_run(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never interrupted, whose engines get merged weights."""
+    root = tmp_path_factory.mktemp("adapters")
+    out = workplace.train(root, *LORA)
+    assert not failures(root / "a"), out
+    return root / "a"
+
+
+def test_the_first_step_is_the_models_and_later_ones_move_away(merged_run: Path) -> None:
+    made = steps(merged_run)
+    assert made[0]["kl"] == 0
+    assert made[-1]["kl"] > 0
+    assert all(step["logprob_gap_mean"] < 1e-5 for step in made if "logprob_gap_limit" in step)
+    assert any(tensor.abs().max() > 0 for name, tensor in adapters(merged_run).items() if ".lora_B." in name)
+    marker = json.loads((merged_run / "checkpoints" / "000003" / "complete.json").read_text())
+    assert list(marker["base"]) == ["model.safetensors"]
+
+
+def test_a_killed_run_ends_alike(workplace: Workplace, merged_run: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "a"
+    step = killed / "iterations" / "000002" / "step.json"
+    workplace.train_and_kill(tmp_path, step.exists, *LORA)
+    workplace.call("stop", "a", "--root", str(tmp_path))  # ranks are rebuilt from the checkpoint
+    workplace.train(tmp_path, *LORA)
+    assert trained(killed) == trained(merged_run)
+    assert max(generated(killed).values()) == 1
+    assert_same(killed, merged_run)
+
+
+def test_a_run_is_replayed_and_its_adapters_are_merged(
+    workplace: Workplace, merged_run: Path, tmp_path: Path
+) -> None:
+    root = str(merged_run.parent)
+    assert "equal" in workplace.call("replay", "a", "--root", root, "--from", "0", "--to", "3")
+    source, target = str(merged_run / "exports" / "000003"), str(tmp_path / "merged")
+    assert "equal to" in workplace.call("convert", source, target, "--merge", "--verify")
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in LATER])
+def test_adapters_reach_engines_in_other_modes(workplace: Workplace, tmp_path: Path, mode: str) -> None:
+    out = workplace.train(tmp_path, *LORA, *LATER[mode])
+    assert not failures(tmp_path / "a"), out
+    assert max(step["kl"] for step in steps(tmp_path / "a")) > 0
+
+
+def test_a_run_starts_from_the_adapters_of_a_supervised_one(workplace: Workplace, tmp_path: Path) -> None:
+    supervised = ("algorithm={loss: sft}", "rollout.samples_per_prompt=1", "rollout.prompts=16")
+    workplace.train(tmp_path / "first", LORA[0], *supervised, "run.iterations=2", "evaluation.sets=[]")
+    folder = sorted((tmp_path / "first" / "a" / "exports").iterdir())[-1]
+    start = f"trainer.lora={{rank: 4, alpha: 8, path: {folder}}}"
+    out = workplace.train(
+        tmp_path / "second", start, LORA[1], "run.iterations=1", "sync.max_prompt_gap=0.001"
+    )
+    run = tmp_path / "second" / "a"
+    assert not failures(run), out
+    assert steps(run)[0]["kl"] == 0  # against the policy that the run started with
+    first, second = adapters(tmp_path / "first" / "a"), adapters(run)
+    gap = max(float((first[name] - second[name]).abs().max()) for name in first)
+    assert 0 < gap < 0.01
+    prints = json.loads((run / "run.json").read_text())["fingerprints"]["model"]
+    assert "trainer.lora.path: adapter_model.safetensors" in prints
