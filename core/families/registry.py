@@ -1,4 +1,4 @@
-"""The families of models that this process knows: those here, those of installed packages, and those registered by hand.
+"""The families of models that this process knows: built in, from installed packages, and registered by hand.
 
 A package offers a family by an entry point, which every process of a run finds, on every node:
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class RotaryScaling(Protocol):
-    """One kind of scaling. Its fields are those of a config.json's mapping."""
+    """One kind of scaling. Its fields are named as in a config.json's mapping."""
 
     @property
     def table_factor(self) -> float:
@@ -23,7 +23,7 @@ class RotaryScaling(Protocol):
         ...
 
     def scaled(self, frequencies: Any, theta: float) -> Any:
-        """The scaled frequencies, radians a position, from those of a base theta."""
+        """The scaled frequencies, radians a position, from the base theta's."""
         ...
 
 

@@ -69,7 +69,7 @@ class RoutingFormat:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The stored type: the smallest one that holds the number of every expert."""
+        """The stored type: the smallest that holds the number of every expert."""
         return np.dtype("u1" if self.experts <= 256 else "<u2")
 
     @property

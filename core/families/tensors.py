@@ -178,7 +178,7 @@ def stored_type(folder: str) -> str | None:
 
 
 def _model_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's model: those of its weight files, of which some may make one quantised weight."""
+    """Every tensor of the folder's model: from its weight files, of which some may make one quantised weight."""
     stored, quantisation = _stored_tensors(folder, where), _quantisation(folder)
     if quantisation is None:
         return stored

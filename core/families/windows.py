@@ -15,7 +15,7 @@ Refuse = Callable[[str, Any, str], NoReturn]
 class Windows:
     """How a family asks for windows.
 
-    `keys`: those of config.json that it has for them. `default`: sliding_window if the key is missing. `layers`: whether a
+    `keys`: the keys of config.json for them. `default`: sliding_window if the key is missing. `layers`: whether a
     layer has a window, by its number and max_window_layers, if there are no layer_types. `null`: whether sliding_window may be
     null. `in_sglang`: whether SGLang's model of the family has windows too.
     """

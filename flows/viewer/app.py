@@ -1,4 +1,4 @@
-"""The server of `millrace view`: the page's files and the answers as JSON, on loopback, to those who have the login.
+"""The server of `millrace view`: the page's files and the answers as JSON, on loopback, for readers with the login.
 
 Owns addresses, the login, and what a browser may do with an answer. It reads; nothing that it serves changes a file. What a model
 wrote leaves as JSON alone: no address answers with it as a page.

@@ -1,6 +1,6 @@
 """One HTML file of a sample, a group, an iteration or a run, that opens anywhere and loads nothing.
 
-Owns which answers go in. They lie in the file as JSON that no browser can read as a page, and the scripts are those of the server.
+Owns which answers go in. They lie in the file as JSON that no browser can read as a page, and the scripts are the server's.
 """
 
 from __future__ import annotations

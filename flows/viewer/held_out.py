@@ -1,4 +1,4 @@
-"""The answers of held-out sets, by checkpoint, and those of two checkpoints beside each other."""
+"""The answers of held-out sets: by checkpoint, and two checkpoints beside each other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What was said in a sample, as messages that any page or terminal can show: texts alone, each with its role.
 
-Owns what is a picture: only one that the data gave, as PNG, JPEG, GIF or WebP in a data URL. All that a model wrote is text.
+Owns what is a picture: only what the data gave, as PNG, JPEG, GIF or WebP in a data URL. All that a model wrote is text.
 """
 
 from __future__ import annotations

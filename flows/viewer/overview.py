@@ -221,7 +221,7 @@ def timeline(run: ViewedRun, indices: Iterable[int]) -> Timeline:
 
 
 def _attempts(run: ViewedRun) -> list[Interval]:
-    """Starts of the driver; one that has not ended is a moment."""
+    """Starts of the driver; a start that has not ended is a moment."""
     found = []
     for attempt in run.record.get("attempts", ()):
         start = datetime.fromisoformat(attempt["started"]).timestamp()
@@ -280,7 +280,7 @@ class Step:
     figures: dict[str, float]
     samples: int  # that it trained
     generated_by: dict[int, int]  # these samples by the weight version that generated their first token
-    checkpoint: str | None  # the first one that holds its weights
+    checkpoint: str | None  # the first with its weights
     problems: list[NotShown]
 
 

@@ -254,7 +254,7 @@ class Samples:
     def _by_token(
         self, iteration: Iteration, row: Mapping[str, Any], figures: Mapping[str, Any], problems: Problems
     ) -> tuple[dict[str, list[float | None]], dict[str, str]]:
-        """Figures by response token, and those that are not there with the reason."""
+        """Figures by response token, and a reason for each that is missing."""
         length, mask = row["response_length"], row["loss_mask"]
         trained = row["trained_mask"] or mask
         generated = [value if on else None for value, on in zip(row["rollout_logprobs"], mask, strict=True)]
@@ -389,7 +389,7 @@ class Samples:
 
 
 def _way(rows: Sequence[Mapping[str, Any]], branch: int) -> list[Mapping[str, Any]]:
-    """The segments and calls that led to a branch's last turn, those of the branches that it started from among them."""
+    """The segments and calls that led to a branch's last turn, with the branches that it started from."""
     own = [row for row in rows if row["branch"] == branch]
     if not own or own[0]["parent"] is None:
         return list(own)

@@ -25,6 +25,7 @@ BACKGROUND = "nobody waits for it: it runs beside the run until it is cancelled"
 # Nothing bounds these, and each says why.
 TEST_ONLY = "a test's: the driver waits at a point until the test removes a file"
 SHARD = "Ray says when its process or node dies; one that is stopped and does not die is waited for, as docs/architecture.md#waits says"
+VIEWED = "outside any run: reads of storage and of a table in memory, for which a reader of the page waits"
 TRUSTED = "a command that asks nobody and waits for nothing but a disk"
 
 ROWS = {
@@ -174,6 +175,11 @@ ROWS = {
     "flows/driver/run_record.py": {"subprocess.run": TRUSTED},
     "flows/preflight/check.py": {"thread.join": "PATIENCE_S or DISK_PATIENCE_S a check"},
     "flows/commands/stop.py": {"time.sleep": COUNTED},
+    "flows/commands/top.py": {"time.sleep": "outside any run: until its user ends it"},
+    "flows/viewer/answers.py": {"with self._lock": VIEWED},
+    "flows/viewer/index.py": {"with self._lock": VIEWED},
+    "flows/viewer/samples.py": {"with self._lock": VIEWED},
+    "flows/viewer/stored.py": {"with self._lock": VIEWED},
     "flows/train.py": {"await evaluated": "a task of this iteration: requests and scores have limits"},
     "tasks/checkpoint.py": {
         "asyncio.sleep": "the rank ends a writer that writes nothing: it has failed then"
