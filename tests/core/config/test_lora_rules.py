@@ -154,7 +154,7 @@ def test_each_family_says_which_of_its_matrices_may_have_adapters() -> None:
         "self_attention.out_proj.weight",
     }
     forms = {part.form for family in BUILT_IN for part in family.layer}
-    assert forms - set(FORMS) == {"turns", "gated_heads", "key_heads"}
+    assert forms - set(FORMS) == {"turns", "gated_heads", "key_heads", "joined"}
     assert [matrix.name for matrix in matrices(DENSE) if not matrix.supported] == []
 
 
