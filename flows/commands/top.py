@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import StorageError
 from millrace.core.plain_text import printable
 from millrace.flows.commands.terminal import RootOption, console, guarded
@@ -73,7 +74,7 @@ def _figures(view: Overview) -> Iterator[str]:
             f"{name} {seconds:.1f} s" for name, seconds in line.phases.items() if seconds >= 0.05
         )
         dropped = ", ".join(f"{count} by {name.replace('_', ' ')}" for name, count in line.dropped.items())
-        yield f"iteration {line.iteration}: {figures}"
+        yield f"iteration {iteration_number(line.iteration - 1)}: {figures}"
         yield f"  {phases or 'no times'}" + (f"; groups dropped: {dropped}" if dropped else "")
 
 
@@ -85,7 +86,7 @@ def _open(of: OpenRun, iteration: int) -> Iterator[str]:
             "SELECT count(*) AS made, count(reward) AS scored, sum(length) AS tokens FROM samples"
         )
     except StorageError as error:
-        yield printable(f"iteration {iteration}: {error}")
+        yield printable(f"iteration {iteration_number(iteration - 1)}: {error}")
         return
     files = of.run.iteration(iteration - 1)
     drawn = sum(entry.rows or 0 for entry in files.of_kind("prompts"))
@@ -103,7 +104,7 @@ def _open(of: OpenRun, iteration: int) -> Iterator[str]:
         else "the trainer"
     )
     yield (
-        f"iteration {iteration}: open, waits for {awaited}; {made} of {wanted} answers, {scored} scored, "
+        f"iteration {iteration_number(iteration - 1)}: open, waits for {awaited}; {made} of {wanted} answers, {scored} scored, "
         f"{int(str(row['tokens'] or 0)):,} tokens"
     )
 

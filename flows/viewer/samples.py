@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from millrace.connectors.storage.ranged import among
-from millrace.core.contracts.ids import rollout_of
+from millrace.core.contracts.ids import iteration_number, rollout_of
 from millrace.core.contracts.turns import place_of_columns, rows_that_count
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.plain_text import whole
@@ -439,6 +439,6 @@ def _unknown(what: str, name: str, iteration: Iteration, problems: Problems) -> 
         return StorageError(broken[0].what, where=broken[0].where, remedy=broken[0].remedy)
     return MissingFileError(
         f"has no {what} {name}",
-        where=f"iteration {iteration.number}",
+        where=f"iteration {iteration_number(iteration.index)}",
         remedy="open it from the iteration's list",
     )

@@ -176,6 +176,7 @@ def test_nothing_else_under_flows_writes_to_a_terminal() -> None:
     assert found == {
         ("flows/commands/listing.py", "sys.stdout.write"),  # JSON and CSV, which the tests above read
         ("flows/commands/listing.py", "out.file.write"),
+        ("flows/commands/top.py", "console.file.write"),  # the sequence that clears the screen
     }
 
 

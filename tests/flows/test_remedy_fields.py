@@ -17,11 +17,14 @@ FIELD = re.compile(rf"(?<![\w./-])(?:{'|'.join(RunConfig.model_fields)})\.[a-z_0
 NOT_FIELDS = {  # names of files and tensors, which begin as a section's name does
     "run.json",
     "run.yaml",
+    "run.js",
     "model.safetensors",
     "model.safetensors.index.json",
     "model.layers",
     "model.norm.weight",
     "model.embed_tokens.weight",
+    "model.language_model",
+    "model.visual",
 }
 # What these say comes before a run, from the check of its configuration, or describes a field
 BEFORE_A_RUN = (
@@ -45,6 +48,10 @@ NOT_ASKED_FOR = {  # file and field: why the field need not change when the run 
     ): "the check scores rows before a run; later the row is corrected",
     ("connectors/engines/sglang/client.py", "model.dtype"): "a place to look at, not a change",
     ("flows/commands/terminal.py", "run.name"): "an example of how a field is set",
+    (
+        "connectors/trainers/megatron/checkpoint/trainer_state.py",
+        "trainer.lora",
+    ): "of another run's checkpoint: a run keeps its own adapters",
     ("flows/commands/deploy.py", "run.name"): "of a file that is deployed, before any run of it",
     **{
         (

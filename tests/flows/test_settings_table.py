@@ -73,6 +73,7 @@ def bases() -> dict[str, RunConfig]:
         ]
     critic = {"kind": "gae", "critic": {"schedule": {}}}
     made.append(configuration(algorithm={"preset": "ppo", "advantage": critic}))
+    made.append(configuration(trainer={"lora": {}}))
     for tool in (FUNCTION, {"mcp": {"command": ["serve"]}}):
         session = {
             "function": FUNCTION,

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from millrace.connectors.storage.sampled_hash import SMALL
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.flows.driver.fingerprints import SMALL, fingerprints
+from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.start_changes import branched_fields, check_same_model, start_changes
 from tests.support.flow_runs import configuration
 

@@ -81,7 +81,7 @@ def reopened(whole: Path, run: Path) -> None:
         (run / iteration / "results" / "publish.json").unlink()
     folder, run_id = driven(run)
     began = IterationFiles(folder, OPEN - 1).record("evaluate_before")
-    ctx = SimpleNamespace(run_folder=folder, index=OPEN - 1, folder=folder.iteration(OPEN - 1))
+    ctx = SimpleNamespace(run_folder=folder, index=OPEN - 1, folder=folder.iteration(OPEN - 1), worked_at={})
     ctx.records = {"evaluate_before": began} if began else {}
     context = cast(Any, ctx)
     published = {"metadata": {}, "result": json.dumps(_commit(context, _manifest(context, metrics)))}

@@ -202,9 +202,9 @@ def _unknown_key(place: FieldPath, value: Any) -> Problem:
 def _other_key(place: FieldPath) -> str:
     known = list(place.section.model_fields) if place.section else []
     near = difflib.get_close_matches(place.name, known, 1)
-    if near:
-        return f"did you mean {near[0]}?"
     elsewhere = [path for path in all_fields() if path.rsplit(".", 1)[-1] == place.name]
+    if near and not any(path.split(".")[0] == place.parts[0] for path in elsewhere):
+        return f"did you mean {near[0]}?"
     if elsewhere:
         elsewhere.sort(key=lambda path: path.split(".")[0] != place.parts[0])  # the same section's first
         return f"did you mean {' or '.join(elsewhere[:2])}?"

@@ -250,6 +250,7 @@ READS = {
     ("connectors/trainers/megatron/checkpoint/trainer_state.py", "dist_checkpointing.load"): "read as data",
     ("connectors/engines/embedded/weight_routes.py", "load_safetensors"): "safetensors",
     ("core/families/folder_tensors.py", "safe_open"): "safetensors",
+    ("connectors/trainers/adapters.py", "load_file"): "safetensors",
     ("flows/commands/replay.py", "load_file"): "safetensors",
     ("core/config/reading/yaml_text.py", "yaml.load"): "a SafeLoader",
 }

@@ -55,6 +55,8 @@ READS = {
         "read_named",
         "read_table",
         "local_size",
+        "sizes",
+        "ranges",
         "blocks",
         "exists",
         "existing",

@@ -24,6 +24,7 @@ READS = {
     "algorithm.teacher",
     "algorithm.reference",
     "algorithm.advantage.critic.path",
+    "trainer.lora.path",
     "data.sources[].path",
     "evaluation.sets[].path",
     "run.import_from",

@@ -55,7 +55,7 @@ class ExpertsLayer(MoELayer):
         probs, routing_map = self.router(hidden_states)
         chosen = choices(routing_map, self.config.moe_router_topk)
         x, weights = hidden_states.view(-1, hidden_states.shape[-1]), probs.gather(1, chosen)
-        weights = weights.to(torch.promote_types(x.dtype, torch.float32))
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         ranks = self.token_dispatcher
         compute = partial(mixture, experts=self.experts)
         if ranks.ep_size == ranks.tp_size == 1:
