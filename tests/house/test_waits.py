@@ -53,8 +53,7 @@ ROWS = {
     "connectors/trainers/megatron/checkpoint/host_copy.py": {"self._preparing.join": RANKS},
     "connectors/trainers/megatron/optim/parameter_state.py": {"work.wait": RANKS},
     "connectors/trainers/megatron/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
-    "connectors/trainers/megatron/weights/adapter_tensors.py": {"dist.barrier": RANKS},
-    "connectors/trainers/megatron/weights/hf_folder.py": {"dist.barrier": RANKS},
+    "connectors/trainers/megatron/weights/export_folder.py": {"dist.barrier": RANKS},
     "connectors/mlflow/tracker.py": {"time.sleep": COUNTED},
     "connectors/prefect/app.py": {
         "asyncio.sleep": COUNTED,

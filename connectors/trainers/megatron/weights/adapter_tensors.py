@@ -3,8 +3,6 @@
 Owns which rank writes: rank 0, since adapters are small. All ranks must call each function together.
 """
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +10,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from millrace.connectors.host.own_folders import temporary_folder
-from millrace.connectors.storage.store import split_url
 from millrace.connectors.trainers.adapters import write_peft
 from millrace.connectors.trainers.megatron.model.adapters import Pair
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
+from millrace.connectors.trainers.megatron.weights.export_folder import in_place, uploaded
 from millrace.core.config.trainer import Lora
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.families.architecture import architecture
@@ -46,17 +43,10 @@ def whole_pair(pair: Pair) -> tuple[Tensor, Tensor]:
 
 def export_peft(model: RankModel, hf: dict[str, Any], lora: Lora, base: str, directory: str) -> None:
     """Write a PEFT folder, renamed into place at the end. base: the folder of the model that the adapters belong to."""
-    target = Path(directory)
     pairs = _gathered(model)
-    if dist.get_rank() == 0:
-        aside = target.with_name(f".aside-{target.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        write_peft(aside, pairs, lora, architecture(hf), base)
-        if target.exists():
-            shutil.rmtree(target)
-        aside.rename(target)
-    dist.barrier()
+    with in_place(directory) as aside:
+        if dist.get_rank() == 0:
+            write_peft(aside, pairs, lora, architecture(hf), base)
 
 
 def upload_peft(model: RankModel, hf: dict[str, Any], lora: Lora, base: str, url: str) -> list[FileRecord]:
@@ -64,12 +54,7 @@ def upload_peft(model: RankModel, hf: dict[str, Any], lora: Lora, base: str, url
     pairs = _gathered(model)
     if dist.get_rank():
         return []
-    store, name = split_url(url)
-    with temporary_folder("millrace-export") as local:
-        write_peft(Path(local), pairs, lora, architecture(hf), base)
-        entries = store.upload_dir(local, name)
-    files = [entry.model_copy(update={"path": entry.path.removeprefix(f"{name}/")}) for entry in entries]
-    return [file.record() for file in files]
+    return uploaded(url, lambda folder: write_peft(folder, pairs, lora, architecture(hf), base))
 
 
 def _gathered(model: RankModel) -> dict[str, tuple[Tensor, Tensor]]:

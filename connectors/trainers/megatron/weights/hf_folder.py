@@ -4,7 +4,6 @@ Owns that a reader never sees a half-written export. `core.families` reads tenso
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from safetensors.torch import save_file
 
-from millrace.connectors.host.own_folders import temporary_folder
-from millrace.connectors.storage.store import split_url
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel, padded_vocab
+from millrace.connectors.trainers.megatron.weights.export_folder import in_place, uploaded
 from millrace.connectors.trainers.megatron.weights.hf_tensors import (
     hf_tensors,
     mapped_parameters,
@@ -57,18 +55,8 @@ def export_hf(
     served: the run's settings for engines.
     All ranks must call it, and all writing ranks must see the same directory.
     """
-    target = Path(directory)
-    aside = target.with_name(f".aside-{target.name}")
-    if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    _write(model, hf, source, aside, served)
-    if dist.get_rank() == 0:
-        if target.exists():
-            shutil.rmtree(target)
-        aside.rename(target)
-    dist.barrier()
+    with in_place(directory) as aside:
+        _write(model, hf, source, aside, served)
 
 
 def upload_hf(
@@ -79,12 +67,7 @@ def upload_hf(
     All ranks must call it; the folder is complete when all have returned. Returns the records of this rank's files, relative to
     the folder.
     """
-    store, name = split_url(url)
-    with temporary_folder("millrace-export") as local:
-        _write(model, hf, source, Path(local), served)
-        entries = store.upload_dir(local, name)
-    files = [entry.model_copy(update={"path": entry.path.removeprefix(f"{name}/")}) for entry in entries]
-    return [file.record() for file in files]
+    return uploaded(url, lambda folder: _write(model, hf, source, folder, served))
 
 
 def _write(model: RankModel, hf: dict[str, Any], source: str, folder: Path, served: Served) -> None:
