@@ -6,7 +6,9 @@ inherited listening socket. HOME is the server's MILLRACE_HOME; it identifies th
 lost.
 """
 
+import base64
 import contextlib
+import hmac
 import json
 import logging
 import os
@@ -244,6 +246,28 @@ SOURCES = {
     "form-action": "'self'",
 }
 POLICY = "; ".join(f"{name} {sources}" for name, sources in SOURCES.items())
+
+
+class Login:
+    """The login of this home's pages, as browsers send it: HTTP basic authentication."""
+
+    MISSING = "the login is in prefect-auth of MILLRACE_HOME"
+    CHALLENGE = (b"www-authenticate", b'Basic realm="millrace"')
+
+    def __init__(self, login: str) -> None:
+        """login: `user:password`."""
+        self._wanted = b"Basic " + base64.b64encode(login.encode())
+
+    def came_with(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request with these headers has it."""
+        return hmac.compare_digest(headers.get(b"authorization", b""), self._wanted)
+
+
+async def answer_text(send: Send, status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
+    """Answer an HTTP request with a line of text."""
+    sent = [(b"content-type", b"text/plain"), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": sent})
+    await send({"type": "http.response.body", "body": text.encode()})
 
 
 class OwnAddressesOnly:

@@ -8,15 +8,20 @@ MILLRACE_HOME. MILLRACE_MLFLOW_LOGIN holds the login, `user:password` of HTTP ba
 The assistant is off because it runs shell commands on the server's host for anyone who can open the page.
 """
 
-import base64
-import hmac
 import os
 import socket
 import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from millrace.connectors.host.local_server import Application, OwnAddressesOnly, Receive, Send
+from millrace.connectors.host.local_server import (
+    Application,
+    Login,
+    OwnAddressesOnly,
+    Receive,
+    Send,
+    answer_text,
+)
 from millrace.connectors.mlflow.server import LOGIN
 
 OPEN = "/health"
@@ -28,28 +33,20 @@ class MlflowLogin:
 
     def __init__(self, app: Application, login: str) -> None:
         self.app = app
-        self.wanted = b"Basic " + base64.b64encode(login.encode())
+        self.login = Login(login)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http" and not self._may(scope):
-            challenge = (b"www-authenticate", b'Basic realm="millrace"')
-            await _answer(send, 401, "the login is in prefect-auth of MILLRACE_HOME", challenge)
+            await answer_text(send, 401, Login.MISSING, Login.CHALLENGE)
         elif scope["type"] == "http" and ASSISTANT in scope["path"]:
-            await _answer(send, 404, "millrace serves MLflow without its assistant")
+            await answer_text(send, 404, "millrace serves MLflow without its assistant")
         else:
             await self.app(scope, receive, send)
 
     def _may(self, scope: MutableMapping[str, Any]) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return bool(scope["path"] == OPEN or hmac.compare_digest(given, self.wanted))
-
-
-async def _answer(send: Send, status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
-    sent = [(b"content-type", b"text/plain"), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": sent})
-    await send({"type": "http.response.body", "body": text.encode()})
+        return bool(scope["path"] == OPEN or self.login.came_with(dict(scope["headers"])))
 
 
 def main() -> None:

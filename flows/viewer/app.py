@@ -6,8 +6,6 @@ wrote leaves as JSON alone: no address answers with it as a page.
 
 from __future__ import annotations
 
-import base64
-import hmac
 import logging
 import socket
 from collections.abc import Mapping, MutableMapping
@@ -21,7 +19,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace.connectors.host.local_server import Application, Message, Receive, Send, listening
+from millrace.connectors.host.local_server import (
+    Application,
+    Login,
+    Message,
+    Receive,
+    Send,
+    answer_text,
+    listening,
+)
 from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
 from millrace.flows.viewer.answers import Viewer, as_json
 
@@ -89,7 +95,7 @@ class _Guard:
 
     def __init__(self, app: Application, login: str) -> None:
         self._app = app
-        self._wanted = b"Basic " + base64.b64encode(login.encode())
+        self._login = Login(login)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         async def forward(message: Message) -> None:
@@ -103,20 +109,17 @@ class _Guard:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         elif refusal := self._refusal(dict(scope["headers"])):
-            status, text = refusal
-            headers = [(b"content-type", b"text/plain")]
-            headers += [(b"www-authenticate", b'Basic realm="millrace"')] if status == 401 else []
-            await forward({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": text.encode()})
+            await answer_text(forward, *refusal)
         else:
             await self._app(scope, receive, forward)
 
-    def _refusal(self, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
+    def _refusal(self, headers: Mapping[bytes, bytes]) -> tuple[Any, ...] | None:
+        """Status, text and headers of the answer to a request that is refused."""
         host = headers.get(b"host", b"").rpartition(b":")[0] or headers.get(b"host", b"")
         if host not in (b"127.0.0.1", b"localhost"):
             return 403, "this page is served to this machine alone"
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._wanted):
-            return 401, "the login is in prefect-auth of MILLRACE_HOME"
+        if not self._login.came_with(headers):
+            return 401, Login.MISSING, Login.CHALLENGE
         # another page may make the browser ask, with the login that it keeps
         if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site") and (
             headers.get(b"sec-fetch-mode") != b"navigate"
