@@ -165,20 +165,7 @@ class RunFolder:
             error.remedy = MAKE_AGAIN
             raise
         url = self._manifest_url(index)
-        if isinstance(content, dict) and content.get("schema_version") != schema.VERSION:
-            raise CorruptFileError(
-                f"of schema version {content.get('schema_version')}, wanted {schema.VERSION}",
-                where=url,
-                remedy="continue the run with the millrace that wrote it",
-            )
-        try:
-            manifest = Manifest.model_validate(content)
-        except ValidationError as error:
-            raise CorruptFileError(f"not a manifest: {error}", where=url, remedy=MAKE_AGAIN) from error
-        if manifest.sha256 != manifest.content_hash() or manifest.iteration != index:
-            raise CorruptFileError(
-                "its content does not have the hash it names", where=url, remedy=MAKE_AGAIN
-            )
+        manifest = manifest_of(content, index, url)
         self.owner.check(manifest.run, url)
         if known and manifest.sha256 != self._hashes[index].hex():
             raise CorruptFileError("is not the manifest that was read before", where=url, remedy=MAKE_AGAIN)
@@ -357,3 +344,20 @@ def first_undrawn_iteration(folder: RunFolder) -> int:
     while folder.iteration(index).exists(DRAWN):
         index += 1
     return index
+
+
+def manifest_of(content: object, index: int, url: str) -> Manifest:
+    """The manifest of an iteration from its file's content. Raises CorruptFileError unless it is whole by its own hash."""
+    if isinstance(content, dict) and content.get("schema_version") != schema.VERSION:
+        raise CorruptFileError(
+            f"of schema version {content.get('schema_version')}, wanted {schema.VERSION}",
+            where=url,
+            remedy="continue the run with the millrace that wrote it",
+        )
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        raise CorruptFileError(f"not a manifest: {error}", where=url, remedy=MAKE_AGAIN) from error
+    if manifest.sha256 != manifest.content_hash() or manifest.iteration != index:
+        raise CorruptFileError("its content does not have the hash it names", where=url, remedy=MAKE_AGAIN)
+    return manifest

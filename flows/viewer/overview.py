@@ -192,7 +192,7 @@ def timeline(run: ViewedRun, indices: Iterable[int]) -> Timeline:
         except StorageError as error:
             problems.note(error)
             continue
-        manifest = iteration.files.__dict__.get("manifest")
+        manifest = iteration.files.manifest
         worked = manifest.tasks.get("worked", {}) if manifest else {}
         if manifest and not worked:
             without.append(iteration.number)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow.parquet as pq
-from pydantic import ValidationError
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles
@@ -21,9 +20,9 @@ from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts
 from millrace.connectors.storage.ranged import RangedTables
-from millrace.connectors.storage.run_folder import LOGPROBS, MANIFEST, RunFolder, numbers_of
+from millrace.connectors.storage.run_folder import LOGPROBS, MANIFEST, RunFolder, manifest_of, numbers_of
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.core.errors import MissingFileError, StorageError
 from millrace.flows.driver.stored_run import run_record, settings_of
 
 
@@ -124,7 +123,7 @@ class ViewedRun:
         files = IterationFiles(self.folder, index)
         manifest = self._manifest(index) if index in self.committed else None
         if manifest:
-            files.__dict__["manifest"] = manifest  # checked above, also where an earlier one is broken
+            files.manifest = manifest  # checked above, also where an earlier one is broken
         entries = {entry.path: entry for entry in manifest.files} if manifest else self._open(files)
         tables = RangedTables(store, self._footers)
         found = Iteration(index, manifest is not None, entries, tables, files)
@@ -142,7 +141,7 @@ class ViewedRun:
                 where=f"iteration {iteration_number(files.index)}",
                 remedy="name an earlier one",
             )
-        files.__dict__["manifest"] = None
+        files.manifest = None
         named = dict(files.entries)
         folders = {path.split("/")[0] for path in named}
         written = [
@@ -181,13 +180,7 @@ class ViewedRun:
             return self.folder.manifest(index)
         store = self.folder.iteration(index)
         try:
-            manifest = Manifest.model_validate(store.read_json(MANIFEST))
+            content = store.read_json(MANIFEST)
         except MissingFileError:
             return None
-        except ValidationError as error:
-            raise CorruptFileError("not a manifest", where=store.url_of(MANIFEST)) from error
-        if manifest.sha256 != manifest.content_hash() or manifest.iteration != index:
-            raise CorruptFileError(
-                "its content does not have the hash it names", where=store.url_of(MANIFEST)
-            )
-        return manifest
+        return manifest_of(content, index, store.url_of(MANIFEST))
