@@ -5,6 +5,7 @@ Also the samples of a step and where a sample came from and went. Works on figur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +97,7 @@ def iteration_view(
             raise ConfigError(f"unknown: {value}", where=name, remedy=f"give one of {', '.join(known)}")
     table = tables.of(index, whole)
     iteration = run.iteration(index)
-    groups = table.ask(
-        f"WITH g AS ({GROUPS}) SELECT *, count(*) OVER () AS found FROM g WHERE {SHOWN[shown]} "
-        f"ORDER BY {ORDERS[order]} LIMIT {PAGE} OFFSET {PAGE * max(page, 0)}"
-    )
-    found = groups[0]["found"] if groups else 0
-    assert isinstance(found, int)
+    groups, found = _page(table, f"({GROUPS}) WHERE {SHOWN[shown]} ORDER BY {ORDERS[order]}", page)
     points, cells, bounds = _scatter(table)
     committed = run.committed.get(index)
     return IterationView(
@@ -110,7 +106,7 @@ def iteration_view(
         samples=table.count,
         unused=table.unused,
         metrics=dict(committed.metrics) if committed else {},
-        groups=[{name: value for name, value in group.items() if name != "found"} for group in groups],
+        groups=groups,
         groups_found=found,
         page=page,
         verdicts=_verdicts(table),
@@ -171,16 +167,19 @@ class SampleList:
 
 def samples_where(table: SampleTable, rule: str, values: list[object], page: int = 0) -> SampleList:
     """The samples that fit a rule in SQL. rule: of this module alone, never of a user."""
+    return SampleList(*_page(table, f"samples WHERE {rule} ORDER BY ordinal, sample_id", page, values))
+
+
+def _page(
+    table: SampleTable, what: str, page: int, values: Sequence[object] = ()
+) -> tuple[list[dict[str, Any]], int]:
+    """A page of rows, and how many there are. what: a query after FROM, with its order."""
     rows = table.ask(
-        f"SELECT *, count(*) OVER () AS found FROM samples WHERE {rule} ORDER BY ordinal, sample_id "
-        f"LIMIT {PAGE} OFFSET {PAGE * max(page, 0)}",
-        values,
+        f"SELECT *, count(*) OVER () AS found FROM {what} LIMIT {PAGE} OFFSET {PAGE * max(page, 0)}", values
     )
-    found = rows[0]["found"] if rows else 0
-    assert isinstance(found, int)
-    return SampleList(
-        [{name: value for name, value in row.items() if name != "found"} for row in rows], found
-    )
+    found = [row.pop("found") for row in rows][:1] or [0]
+    assert isinstance(found[0], int)
+    return rows, found[0]
 
 
 def step_view(run: ViewedRun, tables: SampleTables, version: int, page: int = 0) -> tuple[Step, SampleList]:

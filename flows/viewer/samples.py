@@ -153,11 +153,11 @@ class Samples:
     def group(self, index: int, group: str) -> GroupView:
         """A group with its answers. Raises MissingFileError if the iteration has no such group."""
         iteration, problems = self._run.iteration(index), Problems()
-        rows = self._rows(iteration, group, OF_GROUP, problems)
+        rows = list(self._rows(iteration, group, "rollouts", OF_GROUP, problems).values())
         figures = self._figures(index, group)
         if not rows:
             raise _unknown("group", group, iteration, problems)
-        rewards = self._rewards(iteration, group, problems)
+        rewards = self._rows(iteration, group, "rewards", OF_REWARD, problems)
         first = rows[0]
         talks = {row["sample_id"]: conversation(row, self._system(row["source"])) for row in rows}
         asked = _common(list(talks.values()))
@@ -186,10 +186,10 @@ class Samples:
         """A sample. Raises MissingFileError if the iteration has no such sample."""
         iteration, problems = self._run.iteration(index), Problems()
         group = self.group_of(index, sample)
-        rows = self._rows(iteration, group, SPOKEN, problems)
-        row = next((each for each in rows if each["sample_id"] == sample), None)
-        if row is None:
+        rows = self._rows(iteration, group, "rollouts", SPOKEN, problems)
+        if sample not in rows:
             raise _unknown("sample", sample, iteration, problems)
+        row = rows[sample]
         session = {name: row[name] for name in ("session_reward", "session_parts") if row[name] is not None}
         figures = self._figures(index, group).get(sample, {})
         return SampleView(
@@ -200,12 +200,12 @@ class Samples:
             label=readable_json(row["label"]),
             metadata=readable_json(row["metadata"]),
             figures={**figures, "reason": figures.get("reason") or row["reason"]},
-            **_parts(self._rewards(iteration, group, problems).get(sample)),
+            **_parts(self._rows(iteration, group, "rewards", OF_REWARD, problems).get(sample)),
             session=session,
             timings=dict(row["timings"]),
             seed=row["seed"],
             turns=row["turns"],
-            neighbours=[each["sample_id"] for each in rows],
+            neighbours=list(rows),
             problems=problems.listed(),
         )
 
@@ -213,10 +213,10 @@ class Samples:
         """A sample's tokens from `first` on, at most `most`. Raises MissingFileError if the iteration has no such sample."""
         iteration, problems = self._run.iteration(index), Problems()
         group = self.group_of(index, sample)
-        rows = self._rows(iteration, group, OF_TOKENS, problems)
-        row = next((each for each in rows if each["sample_id"] == sample), None)
-        if row is None:
+        rows = self._rows(iteration, group, "rollouts", OF_TOKENS, problems)
+        if sample not in rows:
             raise _unknown("sample", sample, iteration, problems)
+        row = rows[sample]
         figures = self._figures(index, group).get(sample, {})
         values, missing = self._by_token(iteration, row, figures, problems)
         ids: list[int] = row["tokens"]
@@ -311,22 +311,15 @@ class Samples:
                 return found
         return None
 
-    def _rewards(self, iteration: Iteration, group: str, problems: Problems) -> dict[str, dict[str, Any]]:
-        rows = {row["sample_id"]: row for row in self._found(iteration, "batch", group, OF_REWARD, problems)}
-        if not rows or not set(self._figures(iteration.index, group)) <= set(rows):
-            found = self._found(iteration, "rewards", group, OF_REWARD, problems)
-            rows |= {row["sample_id"]: row for row in found if row["sample_id"] not in rows}
-        return rows
-
     def _rows(
-        self, iteration: Iteration, group: str, columns: Sequence[str], problems: Problems
-    ) -> list[dict[str, Any]]:
-        """The rows of a group: of the batch, and of rollout parts if not all its samples are there."""
+        self, iteration: Iteration, group: str, parts: str, columns: Sequence[str], problems: Problems
+    ) -> dict[str, dict[str, Any]]:
+        """The rows of a group by sample: of the batch, and of these parts if not all its samples are there."""
         rows = {row["sample_id"]: row for row in self._found(iteration, "batch", group, columns, problems)}
         if not rows or not set(self._figures(iteration.index, group)) <= set(rows):
-            found = self._found(iteration, "rollouts", group, columns, problems)
+            found = self._found(iteration, parts, group, columns, problems)
             rows |= {row["sample_id"]: row for row in found if row["sample_id"] not in rows}
-        return [rows[name] for name in sorted(rows)]
+        return {name: rows[name] for name in sorted(rows)}
 
     def _found(
         self, iteration: Iteration, kind: str, group: str, columns: Sequence[str], problems: Problems
