@@ -11,6 +11,7 @@ FULL, LINEAR = "full_attention", "linear_attention"  # in layer_types
 LAYER_KEYS = ("layer_types", "full_attention_interval")  # keys that are read here
 DEFAULT_INTERVAL = 4  # transformers' full_attention_interval
 CHUNK = 64  # tokens that the trainer computes at once
+EPS = 1e-6  # under the root of the lengths of keys and queries
 
 Refuse = Callable[[str, Any, str], NoReturn]
 """Raises the error for a key, its value and what is wrong with it."""

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace.core.families.delta_net import DeltaNet
-
-EPS = 1e-6  # under the root of the lengths of keys and queries
+from millrace.core.families.delta_net import EPS, DeltaNet
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from millrace.core.families.delta_net import CHUNK
-
-EPS = 1e-6  # under the root of the lengths of keys and queries
+from millrace.core.families.delta_net import CHUNK, EPS
 
 
 def short_convolution(x: Tensor, weight: Tensor, bounds: Sequence[int]) -> Tensor:
