@@ -42,6 +42,16 @@ def test_a_sequence_starts_at_its_first_test() -> None:
             ]
 
 
+def part_of(folder: Path, file: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """A part of twenty minutes of the tests in a folder, or in one of its files."""
+    plugins = ["-p", "tests.slow_part", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(folder)]
+    options = ["--part-of", "abc", "--part-seconds", "1200", str(folder / file)]
+    command = [sys.executable, "-m", "pytest", *plugins, *options]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
 def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_late.py").write_text(
         "import os\nfrom tests.slow_part import UNTIL\n\n"
@@ -52,49 +62,21 @@ def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path
         "import pytest\n\n@pytest.mark.timeout(7200)\ndef test_d():\n    assert False\n\ndef test_e():\n    pass\n"
     )
 
-    def run(file: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.slow_part",
-            "-p",
-            "no:cacheprovider",
-            "--rootdir",
-            str(tmp_path),
-        ]
-        options = ["-c", "/dev/null", "--part-of", "abc", "--part-seconds", "1200", str(tmp_path / file)]
-        return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
-
-    late, wrong = run("test_late.py"), run("test_wrong.py")
+    late, wrong = part_of(tmp_path, "test_late.py"), part_of(tmp_path, "test_wrong.py")
     assert (late.returncode, "1 passed, 1 skipped" in late.stdout) == (0, True), late.stdout
     assert wrong.returncode == 1, wrong.stdout
-    long = run("test_long.py")
+    long = part_of(tmp_path, "test_long.py")
     assert (long.returncode, "1 passed" in long.stdout) == (0, True), long.stdout
 
 
 def test_a_test_starts_only_where_it_ends_in_time_and_the_longest_are_in_no_part(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_late.py").write_text("def test_a():\n    pass\n\ndef test_b():\n    pass\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.slow_part",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        "/dev/null",
-    ]
-    command += ["--rootdir", str(tmp_path), "--part-of", "abc", "--part-seconds", "1200", str(tmp_path)]
     for left_s, outcome in (
         (seconds_of("tests/test_late.py::test_a") - 1, "1 passed, 1 skipped"),
         (1200, "2 passed"),
     ):
-        until = {**os.environ, UNTIL: str(time.time() + left_s)}
-        done = subprocess.run(command, cwd=ROOT, env=until, capture_output=True, text=True)
+        done = part_of(tmp_path, **{UNTIL: str(time.time() + left_s)})
         assert outcome in done.stdout, done.stdout
     long = (
         "tests/flows/test_late_storage.py::test_a_run_on_late_storage_trains_what_one_on_a_disk_does[hidden]"

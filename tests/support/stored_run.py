@@ -65,8 +65,10 @@ def write_run(root: str, name: str = "a") -> RunFolder:
         _commit(folder, index)
     opened = folder.iteration(2)
     drawn = _groups(2)
-    _record(
-        opened, "sample_prompts", {"files": [_table(opened, "prompts", drawn)], "groups": 2, "by_source": {}}
+    record_task(
+        opened,
+        "sample_prompts",
+        {"files": [write_rows(opened, "prompts", drawn)], "groups": 2, "by_source": {}},
     )
     samples = [sample for group in drawn for sample in _samples(group)]
     write_part(opened, "rollouts", schema.to_table(samples, "rollouts"), "rollouts")
@@ -124,9 +126,9 @@ def _commit(folder: RunFolder, index: int) -> None:
         "settings": settings_of(RunConfig.model_validate(CONFIG), {"device": "cpu"}),
     }
     files = [
-        _table(store, "prompts", drawn),
-        _table(store, "verdicts", verdicts),
-        _table(store, "batch", batch),
+        write_rows(store, "prompts", drawn),
+        write_rows(store, "verdicts", verdicts),
+        write_rows(store, "batch", batch),
         store.write_json("step.json", {"version": index + 1, "steps": [step]}).record(),
         write_part(store, "rollouts", schema.to_table(samples, "rollouts"), "rollouts").record(),
         write_part(store, "rewards", schema.to_table(scores, "rewards"), "rewards").record(),
@@ -175,7 +177,7 @@ def _evaluate(folder: RunFolder, done: int, task: str) -> dict[str, float]:
         entry = folder.store.write_table(path, schema.to_table(rows, "evaluations"), "evaluations")
         means[name] = sum(row.reward or 0.0 for row in rows) / 2
         sets[name] = {"file": entry.record(), "reward_mean": means[name], "samples": 2, "not_scored": 0}
-    _record(
+    record_task(
         folder.iteration(max(done - 1, 0)),
         task,
         {"version": done, "done": done, "sets": sets, "seconds": 1.0},
@@ -183,11 +185,13 @@ def _evaluate(folder: RunFolder, done: int, task: str) -> dict[str, float]:
     return means
 
 
-def _record(store: Store, task: str, result: dict[str, Any]) -> None:
+def record_task(store: Store, task: str, result: dict[str, Any]) -> None:
+    """Write a task's record."""
     store.write_sealed(record_path(task), {"result": json.dumps(result)})
 
 
-def _table(store: Store, kind: str, rows: list[Any]) -> Any:
+def write_rows(store: Store, kind: str, rows: list[Any]) -> Any:
+    """Write a table; returns its record in a manifest."""
     return store.write_table(f"{kind}.parquet", schema.to_table(rows, kind), kind).record()
 
 

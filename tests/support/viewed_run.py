@@ -13,7 +13,6 @@ from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.manifests.manifest import Manifest, outcomes
 from millrace.connectors.storage.parts import write_part
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import VERSION
 from millrace.core.contracts import schema
@@ -28,6 +27,7 @@ from millrace.core.contracts.sample import (
     ScoredSample,
 )
 from millrace.core.contracts.turns import TurnRow
+from tests.support.stored_run import record_task, write_rows
 
 NAME = "seen"
 START = 1_800_000_000.0  # seconds of the epoch
@@ -79,8 +79,10 @@ def write_viewed_run(root: str, name: str = NAME, said: Sequence[str] = ("5", "4
         _commit(folder, index, said)
     opened = folder.iteration(2)
     drawn = _groups(2)[:1]
-    _record(
-        opened, "sample_prompts", {"files": [_table(opened, "prompts", drawn)], "groups": 1, "by_source": {}}
+    record_task(
+        opened,
+        "sample_prompts",
+        {"files": [write_rows(opened, "prompts", drawn)], "groups": 1, "by_source": {}},
     )
     samples = [_sample(drawn[0], at, text) for at, text in enumerate(said)]
     write_part(opened, "rollouts", schema.to_table(samples, "rollouts"), "rollouts")
@@ -230,9 +232,9 @@ def _commit(folder: RunFolder, index: int, said: Sequence[str]) -> None:
     ]
     step = {"version": index + 1, "samples": len(batch), "loss": 0.5, "grad_norm": 1.0, "lr": 1e-3}
     files = [
-        _table(store, "prompts", drawn),
-        _table(store, "verdicts", verdicts),
-        _table(store, "batch", batch),
+        write_rows(store, "prompts", drawn),
+        write_rows(store, "verdicts", verdicts),
+        write_rows(store, "batch", batch),
         store.write_json("step.json", {"version": index + 1, "steps": [step]}).record(),
         write_part(store, "rollouts", schema.to_table(samples, "rollouts"), "rollouts").record(),
         write_part(store, "rewards", schema.to_table(list(scores.values()), "rewards"), "rewards").record(),
@@ -326,14 +328,6 @@ def _evaluate(folder: RunFolder, done: int) -> None:
         f"eval/easy/{done:06d}.parquet", schema.to_table(rows, "evaluations"), "evaluations"
     )
     sets = {"easy": {"file": entry.record(), "reward_mean": done / 2, "samples": 2, "not_scored": 0}}
-    _record(
+    record_task(
         folder.iteration(done - 1), "evaluate", {"version": done, "done": done, "sets": sets, "seconds": 1.0}
     )
-
-
-def _record(store: Store, task: str, result: dict[str, Any]) -> None:
-    store.write_sealed(record_path(task), {"result": json.dumps(result)})
-
-
-def _table(store: Store, kind: str, rows: list[Any]) -> Any:
-    return store.write_table(f"{kind}.parquet", schema.to_table(rows, kind), kind).record()

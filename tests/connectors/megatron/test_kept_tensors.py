@@ -74,6 +74,22 @@ def predicting(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     return made
 
 
+def sent_and_trained(workers: Workers, model: Path, into: Path, layout: str, kept: set[str]) -> Any:
+    """What each rank sends to engines. Asserts that exports have the model's tensors, of which a step changes all but the kept ones."""
+    before = bytes_of(model)
+    config = configuration(model, 2, parallel=LAYOUTS[layout], dtype="bfloat16", optimizer={"lr": 0.1})
+    with workers.group(config) as group:
+        group.call("export", str(into / "same"), 0)
+        sent = group.run(passed)
+        group.train([1], write_batch(into / "batch", samples(1)))
+        group.call("export", str(into / "trained"), 1)
+    same, trained = bytes_of(into / "same"), bytes_of(into / "trained")
+    assert same.keys() == before.keys() == trained.keys()
+    assert all(same[name].equal(before[name]) for name in before)
+    assert {name for name in before if trained[name].equal(before[name])} == kept
+    return sent
+
+
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tensor"))
 def test_a_step_changes_every_tensor_but_those_that_predict(
     workers: Workers, predicting: Path, tmp_path: Path, layout: str
@@ -81,17 +97,7 @@ def test_a_step_changes_every_tensor_but_those_that_predict(
     """They are not sent to engines either."""
     before = bytes_of(predicting)
     kept = {name for name in before if name.startswith("mtp.")}
-    config = configuration(predicting, 2, parallel=LAYOUTS[layout], dtype="bfloat16", optimizer={"lr": 0.1})
-    with workers.group(config) as group:
-        group.call("export", str(tmp_path / "same"), 0)
-        sent = group.run(passed)
-        group.train([1], write_batch(tmp_path / "batch", samples(1)))
-        group.call("export", str(tmp_path / "trained"), 1)
-    same, trained = bytes_of(tmp_path / "same"), bytes_of(tmp_path / "trained")
-    assert same.keys() == before.keys() == trained.keys()
-    assert all(same[name].equal(before[name]) for name in before)
-    assert {name for name in before if trained[name].equal(before[name])} == kept
-    for buckets in sent:
+    for buckets in sent_and_trained(workers, predicting, tmp_path, layout, kept):
         assert {name for tensors, *_ in buckets for name in tensors} == before.keys() - kept
 
 
@@ -101,17 +107,7 @@ def test_a_step_changes_every_tensor_but_those_that_are_kept(
 ) -> None:
     before = bytes_of(folder)
     kept = {BIAS, *(name for name in before if name.startswith("model.layers.2."))}
-    config = configuration(folder, 2, parallel=LAYOUTS[layout], dtype="bfloat16", optimizer={"lr": 0.1})
-    with workers.group(config) as group:
-        group.call("export", str(tmp_path / "same"), 0)
-        sent = group.run(passed)
-        group.train([1], write_batch(tmp_path / "batch", samples(1)))
-        group.call("export", str(tmp_path / "trained"), 1)
-    same, trained = bytes_of(tmp_path / "same"), bytes_of(tmp_path / "trained")
-    assert same.keys() == before.keys() == trained.keys()
-    assert all(same[name].equal(before[name]) for name in before)
-    assert {name for name in before if trained[name].equal(before[name])} == kept
-    for buckets in sent:
+    for buckets in sent_and_trained(workers, folder, tmp_path, layout, kept):
         of_engine = {name: tensor for tensors, *_ in buckets for name, tensor in tensors.items()}
         assert of_engine[BIAS].dtype == torch.float32
         assert {

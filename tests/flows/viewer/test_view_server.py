@@ -120,8 +120,8 @@ def test_no_script_makes_a_text_into_a_page(name: str) -> None:
 
 
 def test_the_page_ships_in_the_wheel() -> None:
-    told = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    patterns = told["millrace.flows.viewer"]
+    packaged = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = packaged["package-data"]["millrace.flows.viewer"]
     for path in PAGE.iterdir():
         assert any(fnmatch.fnmatch(f"page/{path.name}", pattern) for pattern in patterns), path.name
 
