@@ -52,6 +52,16 @@ def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
     return metrics | _by_source(rollouts, rewards) | _of_parts(rollouts, rewards)
 
 
+def scoring_metrics(rollouts: pa.Table, rewards: pa.Table, seconds: float) -> dict[str, float]:
+    """Response tokens a second of scoring; empty if it took no time. seconds: in which any sample was scored."""
+    if not seconds:
+        return {}
+    scored = rollouts.filter(pc.is_in(rollouts.column("sample_id"), rewards.column("sample_id")))
+    return {
+        "reward/tokens_per_second": float(pc.sum(scored.column("response_length")).as_py() or 0) / seconds
+    }
+
+
 def group_metrics(rewards: pa.Table) -> dict[str, float]:
     """pass@k over groups, for k = 1, 2, 4, ... (a sample passes at a reward of at least 1), and the spread within groups.
 

@@ -33,6 +33,7 @@ from millrace.core.metrics import (
     group_metrics,
     reuse_metrics,
     sample_metrics,
+    scoring_metrics,
     session_metrics,
     settled,
     staleness_metrics,
@@ -54,7 +55,7 @@ READ = {  # columns of parts for the account and the metrics. Tokens and log-pro
 }
 LARGEST = ("logprob_gap_max", "staleness_max")  # the steps' largest value is reported
 SUPERVISED = (
-    *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
+    *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "mfu", "entropy"),
     *("moe_aux_loss", "moe_z_loss"),
 )
 
@@ -72,6 +73,7 @@ class _BatchFigures:
 async def publish(ctx: IterationContext) -> PublishRecord:
     """Log the iteration, then commit its manifest. Raises StorageError if the account of its tokens does not close."""
     metrics, counted = await asyncio.to_thread(_figures, ctx)
+    metrics |= await _busy(ctx)
     await report.batch(ctx, counted.account)
     manifest = await _shown(ctx, metrics)
     report.warn_without_gradient(ctx, counted.without_advantage)
@@ -82,7 +84,15 @@ async def publish(ctx: IterationContext) -> PublishRecord:
 @task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def publish_supervised(ctx: IterationContext) -> PublishRecord:
     """Log a supervised iteration, then commit its manifest."""
-    return await asyncio.to_thread(_commit, ctx, await _shown(ctx, _supervised_figures(ctx)))
+    metrics = _supervised_figures(ctx) | await _busy(ctx)
+    return await asyncio.to_thread(_commit, ctx, await _shown(ctx, metrics))
+
+
+async def _busy(ctx: IterationContext) -> dict[str, float]:
+    """How busy the run's GPUs were since the iteration's first task; empty if that is not known."""
+    spans = ctx.worked_at.values()
+    share = await ctx.runtime.gpu_busy_share(min(start for start, _ in spans)) if spans else None
+    return {} if share is None else {"gpu/busy_share": share}
 
 
 async def _shown(ctx: IterationContext, metrics: dict[str, float]) -> Manifest:
@@ -170,6 +180,7 @@ def _count(ctx: IterationContext) -> _BatchFigures:
     batch = files.read_table("batch", [*COLUMNS["batch"], "advantage"])
     cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
     account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
+    scored = scoring_metrics(rollouts, rewards, records["reward"]["seconds"])
     rollouts, rewards = (settled(table, verdicts) for table in (rollouts, rewards))
     generated = sum(account.generated.values())
     rollout_s = records["rollout"]["seconds"] - records["rollout"]["engines_s"]
@@ -177,6 +188,7 @@ def _count(ctx: IterationContext) -> _BatchFigures:
         **sample_metrics(rollouts, rewards),
         **group_metrics(rewards),
         **teacher_metrics(rewards),
+        **scored,
         **session_metrics(rollouts, turns),
         **_filter_metrics(ctx.fresh_groups, records["filter"]),
         **curriculum_metrics(records["sample_prompts"]),
@@ -217,6 +229,9 @@ def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
     if "lr" in steps[-1]:
         metrics["train/lr"] = steps[-1]["lr"]
     metrics["train/version"] = steps[-1]["version"]
+    scoring_s = sum(step.get("seconds", {}).get("scoring", 0.0) for step in steps)
+    if scoring_s:
+        metrics["train/scoring_tokens_per_second"] = sum(numbers["scored_tokens"]) / scoring_s
     return metrics
 
 

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import ray
 from ray import cloudpickle
 
+from millrace.connectors.host.gpu_busy import Busy, visible_meter
 from millrace.connectors.host.local_files import keep_private
 from millrace.connectors.host.own_addresses import reach_own_directly
 from millrace.connectors.ray.answers import answer
@@ -80,6 +81,7 @@ class Host:
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
         os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace
         self._made_by = made_by
+        self._meter = visible_meter()
         # Only now, since modules of a class may look for GPUs when they are imported: CUDA reads once which ones it may see
         cls: Callable[[Mapping[str, Any], int, int], HeldPart] = cloudpickle.loads(pickled)
         self._held = cls(config, index, count)
@@ -106,6 +108,11 @@ class Host:
             "made_by": self._made_by,
             "pulse": pulse(),
         }
+
+    @ray.method(concurrency_group="health")
+    def gpu_busy(self, start: float, end: float) -> dict[str, Busy] | None:
+        """How busy the actor's GPUs were between two moments, by UUID; None if it has none that can be read."""
+        return self._meter.between(start, end) if self._meter else None
 
 
 class Actor(Generic[T]):
@@ -147,6 +154,20 @@ class Actor(Generic[T]):
                 return state
         except TimeoutError:
             raise ActorLostError(f"actor {self.name} does not answer for {patience_s:g} s") from None
+
+    async def gpu_busy(self, start: float, end: float) -> dict[str, Busy] | None:
+        """How busy its GPUs were between two moments, seconds of the epoch, by UUID; None if it has none that can be read.
+
+        Raises ActorLostError as `state` does.
+        """
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                found: dict[str, Busy] | None = await self._result(
+                    lambda: self._handle.gpu_busy.remote(start, end)
+                )
+                return found
+        except TimeoutError:
+            raise ActorLostError(f"actor {self.name} does not answer for {PING_TIMEOUT_S:g} s") from None
 
     async def _result(self, submit: Callable[[], Awaitable[Any]]) -> Any:
         result = await answer(self.name, submit, self._connection)
@@ -364,6 +385,24 @@ async def end_others(config: Mapping[str, Any]) -> int:
     if names:
         log.warning("ending %s: created for another configuration, or not answering", ", ".join(names))
     return await _end(names)
+
+
+async def gpus_busy(start: float, end: float) -> dict[str, Busy] | None:
+    """How busy the GPUs of this namespace's actors were between two moments, by UUID; None if no actor has any that can be read.
+
+    An actor that is lost, or does not answer, is left out. GPUs that two actors share are counted once.
+    """
+    found: dict[str, Busy] | None = None
+    for name in _names():
+        try:
+            with asked(f"actor {name} cannot be found"):
+                handle = ray.get_actor(name)
+            busy = await Actor[HeldPart](name, handle).gpu_busy(start, end)
+        except (ActorLostError, ValueError):
+            continue
+        if busy is not None:
+            found = busy | (found or {})
+    return found
 
 
 async def end_namespace(namespace: str) -> int:

@@ -120,6 +120,11 @@ class StepMetrics(TypedDict):
     packs: list[int]  # tokens of each pack of the first rank
     seconds: dict[str, float]  # by phase
     tokens_per_second: float
+    # share of the GPUs' peak that the passes with gradients take; of a GPU whose peak is known
+    mfu: NotRequired[float]
+    scored_tokens: NotRequired[
+        int
+    ]  # of passes without gradients, if there were any; their time is `scoring` of the seconds
     settings: StepSettings
     chunks: NotRequired[list[int]]  # rows whose passes were made together, if the step was made in chunks
     # files with the trainer's log-probabilities of the iteration; of its first step

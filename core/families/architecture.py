@@ -4,7 +4,7 @@ Knows nothing of files and tensors: config_file.py and tensors.py read those. No
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -142,6 +142,19 @@ class Architecture:
         scores = self.heads * (self.head_dim + self.value_dim) * pairs
         remembered = len(self.delta.layers) * self.delta.flops(tokens) if self.delta else 0
         return 2 * tokens * self.products + scores + remembered
+
+    def step_flops(self, lengths: Iterable[tuple[int, int]], *, frozen: bool = False) -> int:
+        """Operations that forward and backward passes over samples need. Recomputation is not counted, as in any MFU.
+
+        lengths: tokens of each sample, and of its response, for which alone the output layer is needed. frozen: the weights get no
+        gradients, as beside adapters, so that backward passes have half as many products.
+        """
+        total = 0
+        for tokens, response in lengths:
+            products = 2 * (tokens * self.products - (tokens - response) * self.embedding)
+            whole = self.flops(tokens)
+            total += products * (2 if frozen else 3) + 3 * (whole - 2 * tokens * self.products)
+        return total
 
     @property
     def score_factor(self) -> float | None:

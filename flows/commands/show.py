@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config.pipeline import Pipeline
 from millrace.core.errors import ConfigError
@@ -29,6 +31,12 @@ COLUMNS = {
     "grad_norm": "train/grad_norm",
     "logprob_gap": "train/logprob_gap_mean",
     "tokens/s": "rollout/tokens_per_second",
+}
+SPEED = {  # columns of runs that measured them
+    "scored/s": "reward/tokens_per_second",
+    "trained/s": "train/tokens_per_second",
+    "MFU": "train/mfu",
+    "GPU busy": "gpu/busy_share",
 }
 FLOOR = "train/logprob_gap_floor"
 
@@ -61,15 +69,18 @@ def run_listing(root: str, run: str, columns: Sequence[str] = ()) -> Listing:
         return _chosen_figures(folder, record, columns)
     committed = list(folder.committed())
     metrics_of = {item.iteration + 1: item.metrics for item in committed}
+    measured = {name for item in committed for name in item.metrics}
+    shown = COLUMNS | {title: name for title, name in SPEED.items() if name in measured}
     evaluated = evaluations(folder, committed)
     sets = sorted({name for values in evaluated.values() for name in values})
     rows: list[Sequence[Any]] = []
     for number in range(0 if 0 in evaluated else 1, len(metrics_of) + 1):
         metrics = metrics_of.get(number, {})
         values = evaluated.get(number, {})
-        figures = [_measured(name, metrics) for name in COLUMNS.values()]
+        figures = [_measured(name, metrics) for name in shown.values()]
         rows.append([number, *figures, *(values.get(name) for name in sets)])
-    return Listing(["iteration", *COLUMNS, *(f"eval/{name}" for name in sets)], rows, _facts(folder, record))
+    columns = ["iteration", *shown, *(f"eval/{name}" for name in sets)]
+    return Listing(columns, rows, _facts(folder, record) | _peak(folder, committed))
 
 
 def _chosen_figures(folder: RunFolder, record: dict[str, Any], patterns: Sequence[str]) -> Listing:
@@ -137,6 +148,16 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
         if stall := attempt.get("stalled"):
             facts["ended by a stall"] = f"{stall['waited_for']}: {stall['reason']}"
     return facts
+
+
+def _peak(folder: RunFolder, committed: Sequence[Committed]) -> dict[str, str]:
+    """Why no MFU is shown, if the run trained and no step has one."""
+    trained = [item for item in committed if "train/grad_norm" in item.metrics]
+    if not trained or any("train/mfu" in item.metrics for item in trained):
+        return {}
+    files = IterationFiles(folder, trained[-1].iteration)
+    device = files.read_json("step.json")["steps"][-1]["settings"]["numerics"].get("device", "its device")
+    return {"MFU": f"not computed: what {device} can compute at most in the weights' type is not known"}
 
 
 def _pipeline(settings: Mapping[str, Any]) -> str:

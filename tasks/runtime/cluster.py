@@ -6,6 +6,7 @@ Owns the connection and the run's reservation; knows nothing of what the actors 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ class Cluster:
         # whether a thread is connecting; it continues if the task that waits for it is cancelled
         self._connecting = False
         self._killed = False  # the actors were killed, since the run ends
+        self._has_gpus = True  # False once no actor had a GPU that can be read
 
     def use(self, identity: str, run_id: str, fence: Fence) -> None:
         """Work in the namespace of this run alone, and end actors only while the fence lets this process.
@@ -118,6 +120,18 @@ class Cluster:
                     raise
                 # the actors ended with their head
             await asyncio.to_thread(forget_driven, self.identity)
+
+    async def gpu_busy_share(self, start: float) -> float | None:
+        """Share of the time since `start`, seconds of the epoch, in which kernels ran: the mean of the run's GPUs.
+
+        None without GPUs that can be read, or without a reading since.
+        """
+        if not self._has_gpus or not self._reaches_actors():
+            return None
+        found = await actors.gpus_busy(start, time.time())
+        self._has_gpus = found is not None
+        shares = [busy.total / busy.readings for busy in (found or {}).values()]
+        return sum(shares) / len(shares) if shares else None
 
     async def end_orphans(self) -> None:
         """On the local head: end actors of abandoned runs. Call `join` first."""

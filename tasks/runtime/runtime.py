@@ -76,6 +76,10 @@ class Runtime:
         await self._cluster.adopt()
         await self._cluster.end_orphans()
 
+    async def gpu_busy_share(self, start: float) -> float | None:
+        """Share of the time since `start`, seconds of the epoch, in which the run's GPUs worked; None if it is not known."""
+        return await self._cluster.gpu_busy_share(start)
+
     def kill_actors(self) -> None:
         """Kill the run's actors at once, in any call."""
         self._cluster.kill_actors()

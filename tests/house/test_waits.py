@@ -44,6 +44,7 @@ ROWS = {
         "queue.get": SERVER,
     },
     "connectors/engines/embedded/weight_routes.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
+    "connectors/host/gpu_busy.py": {"time.sleep": BACKGROUND},
     "connectors/host/process_identity.py": {"time.sleep": COUNTED},
     "connectors/trainers/megatron/checkpoint/background.py": {
         "self._thread.join": "it follows the writer, and ends it where that writes nothing",

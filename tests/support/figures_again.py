@@ -217,6 +217,14 @@ def tokens_per_second(it: Iteration) -> float:
     return generated(it) / seconds if seconds else 0.0
 
 
+def scored_tokens_per_second(it: Iteration) -> float:
+    record = json.loads((it.folder / "results" / "reward.json").read_text())
+    result = record["result"] if isinstance(record["result"], dict) else json.loads(record["result"])
+    scored = {row["sample_id"] for row in it.rows("rewards")}
+    tokens = sum(row["response_length"] for row in it.rows("rollouts") if row["sample_id"] in scored)
+    return tokens / result["seconds"]
+
+
 # what became of the tokens
 
 
@@ -756,6 +764,7 @@ FIGURES: dict[str, Callable[..., float | None]] = {
     r"reward/mean": lambda it: mean(rewards(it)),
     r"reward/std": lambda it: spread(rewards(it)),
     r"reward/max": lambda it: max(rewards(it)),
+    r"reward/tokens_per_second": scored_tokens_per_second,
     r"reward/failed_share": failed_rewards,
     r"reward/pass@(\d+)": pass_at,
     r"reward/group_std_mean": lambda it: mean([statistics.stdev(g) for g in scored_groups(it) if len(g) > 1]),
@@ -852,7 +861,10 @@ FIGURES: dict[str, Callable[..., float | None]] = {
 
 ONLY_MEASURED = {
     r"time/.+": "a clock's, which no table holds",
-    r"train/tokens_per_second": "by the clock of the trainer's ranks",
+    r"train/(scoring_)?tokens_per_second": "by the clock of the trainer's ranks",
+    r"train/mfu": "by the same clock",
+    r"train/scored_tokens": "no file says which passes a step makes",
+    r"gpu/busy_share": "of the GPUs' own counters",
     r"train/(critic_)?grad_norm": "no file holds gradients",
     r"train/entropy": "no file holds the distribution, only the sampled tokens' log-probabilities",
     r"train/logprob_gap_(floor|limit)": "from a second computation of the trainer, one type wider",

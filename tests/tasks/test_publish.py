@@ -28,7 +28,8 @@ from tests.support.stored_samples import drawn_group, sample_of
 
 pytestmark = pytest.mark.usefixtures("one_credit_worker")
 
-STEP = {"version": 3, "loss": 0.5, "grad_norm": 2.0, "lr": 1e-3, "logprob_gap_max": 0.0}
+SCORED = {"scored_tokens": 90, "seconds": {"scoring": 3.0}}
+STEP = {"version": 3, "loss": 0.5, "grad_norm": 2.0, "lr": 1e-3, "logprob_gap_max": 0.0, **SCORED}
 NO_SERVER = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}
 HELD_OUT = {"sets": [{"name": "sums", "path": "held_out.jsonl"}]}
 TOKENS = 3  # of each sample
@@ -71,7 +72,7 @@ async def filtered(make_config: Callable[..., RunConfig]) -> tuple[IterationCont
     known: dict[str, Any] = {
         "sample_prompts": {},
         "rollout": {"seconds": 5.0, "engines_s": 4.0, "files": parts},
-        "reward": {"files": scored},
+        "reward": {"seconds": 2.0, "files": scored},
         "filter": record,
         "train_step": {"steps": [STEP]},
     }
@@ -111,6 +112,8 @@ async def test_no_figure_of_a_task_has_the_wait_for_engines_or_trainer_in_it(
     times = {name: value for name, value in metrics.items() if name.startswith("time/")}
     assert times == {**expected, "time/iteration_s": 12.0}
     assert metrics["rollout/tokens_per_second"] == 8 * TOKENS  # in 5 s, 4 of them for engines
+    assert metrics["reward/tokens_per_second"] == 8 * TOKENS / 2.0
+    assert metrics["train/scoring_tokens_per_second"] == 30.0
     assert {"rollout", "reward", "filter"} == {
         task for task, (start, _) in ctx.worked.items() if start == 5.0
     }

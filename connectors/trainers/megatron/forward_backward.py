@@ -29,6 +29,7 @@ from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.model.wider import computing_wider
 from millrace.connectors.trainers.megatron.packing import BatchRow, Pack, make_packs
 from millrace.connectors.trainers.megatron.process.distributed import model_context
+from millrace.connectors.trainers.megatron.step_speed import ForwardClock
 from millrace.connectors.trainers.rank import HeldOutSample
 from millrace.core.config import RunConfig
 from millrace.core.families.architecture import Architecture
@@ -48,6 +49,7 @@ class ForwardBackward:
         self.inner = inner
         self.device = device
         self.replays = False  # whether routers take the experts of the packs' rows
+        self.clock = ForwardClock(device)  # of passes without gradients
 
     @contextlib.contextmanager
     def own_routing(self) -> Iterator[None]:
@@ -68,7 +70,7 @@ class ForwardBackward:
 
         for model in self.models:
             model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.clock.counting(sum(pack.tokens for pack in packs)):
             self._run(packs, collect, forward_only=True)
         for model in self.models:
             model.train()

@@ -110,7 +110,7 @@ class Teacher:
         inner = model_from_hf(config, folder, hf, device, field="algorithm.teacher")
         inner.requires_grad_(False)
         self._vocab = hf["vocab_size"]
-        self._passes = LogprobForwardBackward(
+        self.passes = LogprobForwardBackward(
             config, called(inner), inner, device, vocab=self._vocab, temperature=temperature
         )
 
@@ -126,4 +126,4 @@ class Teacher:
 
     def logprobs(self, batch: RankBatch) -> Tensor | None:
         """Log-probabilities of the batch's response tokens; None before the last pipeline stage."""
-        return self._passes.logprobs(batch.packs)
+        return self.passes.logprobs(batch.packs)

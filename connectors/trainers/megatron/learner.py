@@ -93,6 +93,9 @@ class Learner:
         self.passes.replays = config.rollout.routing_replay
         self.critic = RankCritic(config, hf, device) if self.algorithm.critic is not None else None
         self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None
+        for other in (self.critic, self.teacher):
+            if other is not None:
+                other.passes.clock = self.passes.clock
         self._iteration: _Iteration | None = None
         self._make_batch = partial(
             make_rank_batch,
@@ -204,6 +207,11 @@ class Learner:
         stored = [row.shaped_reward for row in rows]
         budget = self.config.rollout.longest_response
         return stored_or_shaped(stored, samples, self.algorithm, budget)
+
+    def scored(self) -> tuple[int, float]:
+        """Tokens of all ranks' passes without gradients since the last call, and this rank's seconds of them."""
+        tokens, seconds = self.passes.clock.take()
+        return tokens * self.config.data_parallel, seconds
 
     def drop_iteration(self) -> None:
         """Free the batches of the iteration."""

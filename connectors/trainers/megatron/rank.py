@@ -137,6 +137,7 @@ class TrainerRank(RankWeights):
         from millrace.connectors.trainers.megatron.packing import cut_into
 
         started = time.perf_counter()
+        self.learner.scored()  # of held-out sets, since the last step
         version, guard, recorded = step.version, step.guard, step.recorded
         chunks = recorded.get("chunks") if recorded is not None else step.chunks
         if recorded is not None:
@@ -174,6 +175,7 @@ class TrainerRank(RankWeights):
         files = write_logprobs(logprobs, step.batch_url) if step.stores else []
         metrics |= self._apply(version, metrics, len(rows), recorded)
         finished = time.perf_counter()
+        scored, scoring_s = self.learner.scored()
         if version == versions[-1]:
             self._rows = None  # the iteration's last step
         tokens = sum(len(row.tokens) for row in rows)
@@ -189,13 +191,24 @@ class TrainerRank(RankWeights):
                 "prepare": prepared - started,
                 "compute": computed - prepared,
                 "apply": finished - computed,
+                **({"scoring": scoring_s} if scored else {}),
             },
             "tokens_per_second": tokens / (finished - started),
+            **({"scored_tokens": scored} if scored else {}),
+            **({} if chunks else self._speed(rows, finished - started)),
             "settings": settings_again(recorded, self.step_settings),
             **({"chunks": list(chunks)} if chunks else {}),
             **({"logprobs": files} if files else {}),
         }
         return cast("StepMetrics", made)
+
+    def _speed(self, rows: Sequence[BatchRow], seconds: float) -> dict[str, Any]:
+        """Figures of a step whose passes were all made in it, as far as they are known."""
+        from millrace.connectors.trainers.megatron.step_speed import share_of_peak
+
+        device = self.step_settings["numerics"]["device"]
+        mfu = share_of_peak(self.config, self.learner.architecture, device, rows, seconds)
+        return {} if mfu is None else {"mfu": mfu}
 
     def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
         """Run the passes of chunk `number` of the step to `version`; returns the number of chunks then held."""

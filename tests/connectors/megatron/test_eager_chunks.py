@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 # Adam divides by it. Its usual 1e-8 turns float32's rounding of a gradient as small into more than 1e-6 of a weight.
 EPSILON = 1e-5
-VARIES = ("seconds", "tokens_per_second", "settings", "packs", "chunks")
+VARIES = ("seconds", "tokens_per_second", "scored_tokens", "settings", "packs", "chunks")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.support.asked_here import RanksHere
 from tests.support.eager_iteration import EACH, NEED, Iteration
 from tests.support.trainer_ranks import Group, Workers, configuration
 
-VARIES = ("seconds", "tokens_per_second", "settings", "packs", "chunks")
+VARIES = ("seconds", "tokens_per_second", "scored_tokens", "settings", "packs", "chunks")
 LR = 1e-3  # of `configuration`
 DRAWING_ORDER = [0, 1, 2, 3, 4, 5, 6]
 

@@ -224,6 +224,10 @@ def test_steps_of_another_batch_are_not_taken_as_done(
         url, second = written(tmp_path, other)
         again = [fresh.step(version, url, None, None, second)[0] for version in (1, 2)]
         assert list(map(without_times, again)) == list(map(without_times, [made, made_2]))
+    # the log-probabilities of both steps, before the first update; what a CPU can compute at most is not known
+    assert made["scored_tokens"] == sum(len(row["tokens"]) for row in other)
+    assert 0 < made["seconds"]["scoring"] < made["seconds"]["prepare"] + made["seconds"]["compute"]
+    assert "mfu" not in made
 
 
 def written(folder: Path, rows: list[dict[str, Any]]) -> tuple[str, str]:
