@@ -194,6 +194,7 @@ def _count(ctx: IterationContext) -> _BatchFigures:
         **curriculum_metrics(records["sample_prompts"]),
         **reuse_metrics(records["sample_prompts"], ctx.config.rollout.prompts),
         "rollout/tokens_per_second": generated / rollout_s if rollout_s else 0.0,
+        "rollout/in_flight_limit": records["rollout"].get("in_flight_limit"),
         "staleness/mean": staleness_metrics(rollouts, ctx.version_before).get("staleness/mean", 0.0),
     }
     return _BatchFigures(metrics, account, _without_advantage(batch.column("advantage")))

@@ -78,7 +78,7 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
     files = [*ctx.parts["rollouts"], *ctx.parts["turns"]]
     if not ctx.in_shard:
         files += await asyncio.to_thread(_deferral, ctx, make, groups)
-    return {
+    record: RolloutRecord = {
         "samples_found": len(finished),
         "seconds": time.perf_counter() - started,
         "samples_generated": generator.samples,
@@ -86,6 +86,9 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
         "engines_s": generator.engines_s,
         "files": files,
     }
+    if generator.in_flight_limit is not None:
+        record["in_flight_limit"] = generator.in_flight_limit
+    return record
 
 
 async def defer(ctx: IterationContext) -> list[FileRecord]:
@@ -176,7 +179,7 @@ def sample_generator(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] 
         lambda: ctx.engines_at(ctx.versions),
         rollout_budget(ctx, stored),
         lambda ids: ctx.runtime.prompts.tokenizer.decode(ids, config.rollout.sampling.skip_special_tokens),
-        ctx.share,
+        ctx.runtime.places(ctx.share),
         lambda: ctx.runtime.prompts.tokenizer.ends,
         routing_form(config),
     )

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from millrace.core.admission import EngineLoad
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 from millrace.core.errors import EngineLostError
 from millrace.core.families.routed_experts import RoutedRows, RoutingFormat
@@ -171,6 +172,9 @@ class EngineClient(Protocol):
 
     async def weight_version(self) -> int | None:
         """The weight version that the engine reports; None if the version is not the trainer's, or the engine is paused."""
+
+    async def load(self) -> EngineLoad:
+        """How full it is now."""
 
     async def forget_version(self) -> None:
         """Let the engine report no version of the trainer's until its next update; it must be idle."""

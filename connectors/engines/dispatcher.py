@@ -248,6 +248,11 @@ class Dispatcher:
         return list(self._engines())
 
     @property
+    def caching(self) -> list[EngineClient]:
+        """The engines whose KV caches hold requests."""
+        return list(self._engines())
+
+    @property
     def _expected(self) -> str:
         oldest, newest = self.allowed[0], self.allowed[-1]
         return str(newest) if oldest == newest else f"one of {oldest} to {newest}"

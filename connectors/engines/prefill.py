@@ -41,6 +41,11 @@ class PairingDispatcher(Dispatcher):
         super().__init__(prefilling, recover, mark_suspect, **settings)
         self._decoding = decoding
 
+    @property
+    def caching(self) -> list[EngineClient]:
+        """Both sides: a prompt waits in the one, and grows in the other."""
+        return [*self._engines(), *self._decoding()]
+
     def _choose(self, session: str | None) -> EngineClient | None:
         return super()._choose(session) if self._decoding() else None
 

@@ -68,6 +68,8 @@ class RolloutRecord(TypedDict):
     samples_generated: int
     tokens_generated: int
     engines_s: float  # until the engines served this iteration's weights
+    # with rollout.admission=kv: samples that might be in flight at the end
+    in_flight_limit: NotRequired[int]
     files: list[FileRecord]  # all parts
 
 

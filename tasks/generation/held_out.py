@@ -89,7 +89,7 @@ async def make_set(
         lambda: ctx.engines_at(VersionRange.only(version)),
         budget,
         lambda ids: ctx.runtime.prompts.tokenizer.decode(ids, held_out.sampling.skip_special_tokens),
-        ctx.share,
+        ctx.runtime.places(ctx.share),
         lambda: ctx.runtime.prompts.tokenizer.ends,
     )
     respond = _in_sessions if ctx.config.rollout.session else _at_once

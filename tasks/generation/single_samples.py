@@ -21,7 +21,7 @@ from millrace.core.config.rollout import Sampling
 from millrace.core.contracts.sample import Status
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.core.families.routed_experts import RoutingFormat
-from millrace.core.sharding import WHOLE, Share
+from millrace.tasks.generation.admission import Places, places_of
 from millrace.tasks.generation.failures import FailureBudget
 
 STATUSES: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -65,7 +65,7 @@ class Answer:
 
 
 class SampleGenerator:
-    """Generates single samples, at most rollout.max_concurrency per engine at a time, and counts samples and tokens."""
+    """Generates single samples, as many at a time as there are places, and counts samples and tokens."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class SampleGenerator:
         engines: Engines,
         budget: FailureBudget,
         text_of: Callable[[Sequence[int]], str] | None = None,
-        share: Share = WHOLE,
+        places: Places | None = None,
         ends: Callable[[], AnswerEnds] = AnswerEnds,
         form: RoutingFormat | None = None,
     ) -> None:
         """text_of: decodes the token ids of an answer that several requests made; by default their texts are joined.
 
-        share: this process's share of samples in flight. ends: tokens that end answers, which requests name for engines. form: of
+        places: for samples in flight; None: as the configuration says, for this generator alone. ends: tokens that end answers, which requests name for engines. form: of
         routed experts, which engines are asked for; None: they are not.
         """
         self.outstanding = 0  # started samples without an answer
@@ -93,8 +93,12 @@ class SampleGenerator:
         self._engines: Dispatcher | None = None
         self._stopped = False
         self._ready = asyncio.Lock()
-        places = config.rollout.max_concurrency * (config.engines.count - config.engines.prefill)
-        self._places = asyncio.Semaphore(share.part_of(places))
+        self._places = places or places_of(config)
+
+    @property
+    def in_flight_limit(self) -> int | None:
+        """How many samples may be in flight now; None if the configuration decides that."""
+        return self._places.found
 
     async def generate(
         self,
@@ -117,7 +121,7 @@ class SampleGenerator:
         no engine can generate it, the answer has the reason. Raises BudgetError if too many samples failed.
         """
         self.outstanding += 1
-        async with self._places:
+        async with self._places.place(priority):
             started, generation, reason = time.time(), None, None
             try:
                 engines = None if self._stopped else await self._dispatcher()
@@ -167,9 +171,11 @@ class SampleGenerator:
             if self._engines is None:
                 started = time.perf_counter()
                 try:
-                    self._engines = await self._make_ready()
+                    engines = await self._make_ready()
                 except EngineLostError:
                     # it died meanwhile, which is no failure of the sample that asked first
-                    self._engines = await self._make_ready()
+                    engines = await self._make_ready()
                 self.engines_s = time.perf_counter() - started
+                await self._places.watch(engines)
+                self._engines = engines
             return self._engines

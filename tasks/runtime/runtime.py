@@ -11,6 +11,8 @@ from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.core.config import RunConfig
+from millrace.core.sharding import Share
+from millrace.tasks.generation.admission import Places, places_of
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.gpu_memory import GpuMemory
 from millrace.tasks.runtime.hints import Hints
@@ -41,6 +43,7 @@ class Runtime:
         self.tracking = Trackers(config)
         self.memory = memory(config, cluster := Cluster(config), self.run_folder, self.recovery)
         self.board = BoardKeeper(config, cluster, self.prompts)
+        self._places: dict[Share, Places] = {}
         self._cluster = cluster
         self._run_id: str | None = None
         self._record_storage: RecordStorage | None = None
@@ -56,6 +59,12 @@ class Runtime:
         """The run's id from run.json. Call `drive_under` first."""
         assert self._run_id is not None, "drive_under comes first"
         return self._run_id
+
+    def places(self, share: Share) -> Places:
+        """Places for samples in flight. With rollout.admission=kv all samples of a share have the same, from iteration to iteration."""
+        if self.config.rollout.admission == "fixed":
+            return places_of(self.config, share)
+        return self._places.setdefault(share, places_of(self.config, share))
 
     def drive_under(self, lease: Lease, run_id: str) -> None:
         """From now on files change and actors end only while this process holds the lease. Actors belong to this run alone."""

@@ -93,14 +93,18 @@ class ShardedIteration(Attempts):
             side.make_engines_ready()
         await self._stream.begin()
         records = await self.run(side, rollout_shard, "rollout", WRITTEN)
-        return {
+        record: RolloutRecord = {
             "samples_found": len(found),
             "seconds": time.perf_counter() - started,
-            "samples_generated": sum(record["samples_generated"] for record in records),
-            "tokens_generated": sum(record["tokens_generated"] for record in records),
+            "samples_generated": sum(each["samples_generated"] for each in records),
+            "tokens_generated": sum(each["tokens_generated"] for each in records),
             "engines_s": side.engines_s,
             "files": [*(file for kind in WRITTEN for file in ctx.parts[kind]), *await defer(ctx)],
         }
+        limits = [each["in_flight_limit"] for each in records if "in_flight_limit" in each]
+        if limits:
+            record["in_flight_limit"] = sum(limits)
+        return record
 
     async def reward(self) -> RewardRecord:
         """Have them scored until the filter has settled."""

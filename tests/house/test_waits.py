@@ -200,8 +200,9 @@ ROWS = {
     "tasks/batching/eager_passes.py": {"stream.wait": INSIDE},
     "tasks/batching/row_sources.py": {"stream.wait": INSIDE},
     "tasks/batching/batch_selection.py": {"ctx.stream.wait": INSIDE},
+    "tasks/generation/admission.py": {"await given": REQUEST, "asyncio.sleep": BACKGROUND},
     "tasks/generation/single_samples.py": {
-        "async with self._places": REQUEST,
+        "async with self._places.place(priority)": REQUEST,
         "async with self._ready": HELD,
     },
     "tasks/generation/part_writer.py": {

@@ -105,6 +105,7 @@ ROLLOUTS = {
         DIALOGUE,
     ),
     "flush": Feature({"rollout.flush_tokens": 16}),
+    "admission": Feature({"rollout.admission": "kv"}),
     "routing_replay": Feature(
         {"rollout.routing_replay": True},
         elsewhere=Elsewhere("needs a model with experts", "tests/flows/test_routing_replay_runs.py"),

@@ -15,12 +15,14 @@ import numpy as np
 
 from millrace.connectors.engines.client import NO_TOKENS, EngineClient, GenerateRequest, Generation
 from millrace.connectors.engines.watched import WatchedEngine
+from millrace.core.admission import EngineLoad
 from millrace.core.config.engine_kinds import EngineKind
 from millrace.core.errors import EngineError, EngineLostError
 
 ECHO = EngineKind("echo", "cpu", transports=frozenset({"disk"}), has_grammar=False, prefills_apart=False)
 TAKEN = {"max_new_tokens", "temperature", "ignore_eos", "stop_token_ids", "sampling_seed"}
 TOKEN_S = 0.0005
+PLACES = 8  # requests that its cache would hold
 
 
 def echo_logprobs(folder: Path, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
@@ -128,6 +130,10 @@ class EchoClient(WatchedEngine):
     async def weight_version(self) -> int | None:
         known = self._server.version.isdecimal() and not self._server.paused
         return int(self._server.version) if known else None
+
+    async def load(self) -> EngineLoad:
+        running = len(self._server.aborted)
+        return EngineLoad(min(1.0, running / PLACES), PLACES * 100, running, 0)
 
     async def forget_version(self) -> None:
         self._server.version = "forgotten"

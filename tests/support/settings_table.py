@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {
     **_branch("core/accounts/buffer.py", *_under("rollout.buffer", "choose strata")),
     **_branch("core/accounts/buffer.py", *_under("rollout.buffer.buffer_filter", FUNCTION)),
     **_branch("tasks/sample_prompts.py", *_under("rollout.buffer", "share max_age max_uses")),
-    **_any_start("tasks/generation/single_samples.py", "rollout.max_concurrency"),
+    **_any_start("tasks/generation/admission.py", *_under("rollout", "max_concurrency admission")),
     **_any_start("tasks/shards/attempts.py", "rollout.shards"),
     **_any_start("core/sharding.py", "placement.task_runner"),
     **_any_start("core/config/plan/layout.py", "placement.tensor_over_hosts"),

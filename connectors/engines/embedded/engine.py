@@ -164,12 +164,13 @@ class Engine:
         return job.value
 
     def load(self) -> dict[str, int]:
-        """The current number of requests and tokens."""
+        """The current number of requests and tokens. held: tokens of the cache that running requests keep from others."""
         running = list(self._slots.running)
         return {
             "running": len(running),
             "waiting": len(self._waiting),
             "tokens": sum(r.length for r in running),
+            "held": self._slots.held,
         }
 
     # control; call these only through `call`

@@ -354,7 +354,8 @@ class Server:
             "dp_rank": 0,
             "num_running_reqs": load["running"],
             "num_waiting_reqs": load["waiting"],
-            "num_used_tokens": load["tokens"],
+            "num_used_tokens": load["held"],
+            "max_total_num_tokens": self.engine.max_total_tokens,
         }
         return web.json_response({"loads": [shown]})
 

@@ -139,6 +139,16 @@ class Slots:
         tokens = rounded_up(count, ROWS) * self._capacity_for(admitted)
         return count == 1 or (count <= self._max_running and tokens <= self._max_total_tokens)
 
+    @property
+    def held(self) -> int:
+        """Tokens of the cache that running requests keep from others: each takes its share of the slots that fit, which are padded."""
+        if not self.running:
+            return 0
+        fit = self._max_total_tokens // self.cache.capacity // ROWS * ROWS
+        return (
+            self._max_total_tokens * len(self.running) // max(len(self.running), min(fit, self._max_running))
+        )
+
     def _capacity_for(self, requests: list[Request]) -> int:
         longest = max([r.longest for r in requests] + [r.longest for r in self.running])
         capacity = SPAN

@@ -17,6 +17,7 @@ from millrace.connectors.engines.sglang.connection import Connection
 from millrace.connectors.engines.sglang.engine_weights import SglangWeights
 from millrace.connectors.engines.sglang.wire.answer_body import StreamedAnswer, read_answer
 from millrace.connectors.engines.watched import WatchedEngine
+from millrace.core.admission import EngineLoad
 from millrace.core.contracts.handles import CONTINUED
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.core.families.routed_experts import RoutedRows
@@ -190,6 +191,23 @@ class SglangClient(WatchedEngine, Connection):
                 where="pipeline.on_update",
                 remedy="set it to resend, or install SGLang 0.5.23 or newer",
             )
+
+    async def load(self) -> EngineLoad:
+        answer = await self.get("/v1/loads", INFO_TIMEOUT_S)
+        parts = answer["loads"]  # one for each data parallel part
+        if not parts or not all(part.get("max_total_num_tokens") for part in parts):
+            raise EngineError(
+                f"{self.engine_id}: it does not say how large its KV cache is",
+                where="rollout.admission",
+                remedy="set it to fixed, or install SGLang 0.5.17 or newer",
+            )
+        return EngineLoad(
+            used=max(part["num_used_tokens"] / part["max_total_num_tokens"] for part in parts),
+            capacity=sum(part["max_total_num_tokens"] for part in parts),
+            running=sum(part["num_running_reqs"] for part in parts),
+            waiting=sum(part["num_waiting_reqs"] for part in parts),
+            retracted=sum(part.get("queues", {}).get("retracted", 0) for part in parts),
+        )
 
     async def forget_version(self) -> None:
         body = {"new_version": FORGOTTEN, "abort_all_requests": False}

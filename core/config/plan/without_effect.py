@@ -142,7 +142,7 @@ IDLE: tuple[IdleFields | IdleOfItem, ...] = (
         "with pipeline.rollouts_from samples and rewards come from the other run",
         _takes_rollouts,
         # fields of these sections that are not listed must be as in the other run
-        "rollout.max_concurrency rollout.shards rollout.part_groups rollout.flush_tokens rollout.progress_timeout_s "
+        "rollout.max_concurrency rollout.admission rollout.shards rollout.part_groups rollout.flush_tokens rollout.progress_timeout_s "
         "rollout.attempts rollout.max_failed_share rollout.session.workers rollout.session.timeout_s "
         "rollout.session.rollout_timeout_s rollout.session.memory_mb rollout.session.max_processes "
         "rollout.session.max_rollouts rollout.session.max_calls reward.workers reward.concurrency reward.timeout_s "

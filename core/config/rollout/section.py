@@ -185,7 +185,13 @@ class Rollout(Section):
     buffer: Annotated[Buffer | None, in_a_branch("an open iteration may have drawn by it")] = Field(
         None, description="Off-policy reuse of trained groups; null: every group is trained once."
     )
-    max_concurrency: Annotated[int, ANY_START] = Field(64, ge=1, description="Samples in flight per engine.")
+    max_concurrency: Annotated[int, ANY_START] = Field(
+        64, ge=1, description="Samples in flight per engine, at most."
+    )
+    admission: Annotated[Literal["fixed", "kv"], ANY_START] = Field(
+        "fixed",
+        description="How many samples are in flight: `fixed`: max_concurrency; `kv`: as many as the engines' KV caches have room for, and no more than max_concurrency.",
+    )
     shards: Annotated[int | None, ANY_START] = Field(
         None,
         ge=1,

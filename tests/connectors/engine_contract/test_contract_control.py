@@ -137,3 +137,16 @@ async def test_requests_in_flight_are_counted(on: Contract) -> None:
     await on.client.abort()
     await asyncio.gather(*running)
     assert on.client.in_flight == 0
+
+
+async def test_an_engine_says_how_full_it_is(on: Contract) -> None:
+    idle = await on.client.load()
+    assert (idle.running, idle.waiting, idle.retracted) == (0, 0, 0)
+    assert 0 <= idle.used < 0.5
+    running = await on.begun("full-one", "full-two", max_new_tokens=200)
+    full = await on.client.load()
+    assert full.running + full.waiting == 2
+    assert idle.used < full.used <= 1
+    assert full.capacity == idle.capacity > 0
+    await on.client.abort()
+    await asyncio.gather(*running)
