@@ -12,10 +12,11 @@ import pyarrow as pa
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.parts import list_parts, read_parts
-from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.run_folder import TRACES, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.config import RunConfig
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import (
     FileRecord,
@@ -150,6 +151,13 @@ class IterationContext:
         """The same in seconds of the epoch, by this host's clock, to the millisecond."""
         offset = time.time() - time.perf_counter()
         return {name: [round(moment + offset, 3) for moment in span] for name, span in self.worked.items()}
+
+    @property
+    def trace(self) -> str | None:
+        """The folder in storage for this iteration's traces; None: it is not traced."""
+        if iteration_number(self.index) != self.config.tracking.trace:
+            return None
+        return self.run_folder.store.url_of(f"{TRACES}/{self.index:06d}")
 
     @property
     def eager(self) -> bool:

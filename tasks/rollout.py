@@ -50,6 +50,15 @@ POINTS = {"rollouts": "rollout", "turns": "turns"}  # kill points
 @task(name="rollout", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def rollout(ctx: IterationContext) -> RolloutRecord:
     """Generate until the filter has settled every verdict; the record counts samples, tokens and seconds."""
+    if ctx.trace is None:
+        return await _generated(ctx)
+    await ctx.runtime.memory.start_trace(ctx.versions)
+    record = await _generated(ctx)
+    await ctx.runtime.memory.store_trace(ctx.trace)
+    return record
+
+
+async def _generated(ctx: IterationContext) -> RolloutRecord:
     return await (ctx.shards.rollout() if ctx.shards else generate(ctx))
 
 

@@ -56,7 +56,13 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             guard = await asyncio.to_thread(_guard, ctx) if compares else None
             ctx.runtime.recovery.ready()
             asked_for = StepRequest(
-                version, batch_url, guard, batch_sha256=batch["sha256"], chunks=chunks, stores=stores
+                version,
+                batch_url,
+                guard,
+                batch_sha256=batch["sha256"],
+                chunks=chunks,
+                stores=stores,
+                trace=ctx.trace,
             )
             steps.append(await ranks.together(Rank.train, asked_for))
             await kill_point(ctx.index, "train_step", "in")

@@ -176,6 +176,12 @@ class EngineClient(Protocol):
     async def load(self) -> EngineLoad:
         """How full it is now."""
 
+    async def start_trace(self, folder: str, steps: int) -> None:
+        """Trace its next steps, and write the trace to a folder of its host when they are done. Raises EngineError if it cannot."""
+
+    async def stop_trace(self) -> None:
+        """Write the trace now, if its steps are not done yet."""
+
     async def forget_version(self) -> None:
         """Let the engine report no version of the trainer's until its next update; it must be idle."""
 

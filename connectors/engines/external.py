@@ -62,6 +62,16 @@ class ExternalEngine:
     async def remove_download(self) -> None:
         """Nothing was downloaded."""
 
+    async def trace_folder(self) -> str:
+        """Raises EngineError: its files are out of reach."""
+        raise EngineError(
+            f"engine {self.index} at {self.url}: files on the host of an external engine are out of reach"
+        )
+
+    async def store_trace(self, url: str) -> list[str]:
+        """There are none."""
+        return []
+
     async def start(self, model: str) -> ServerState:
         """Wait until it answers, and return its state. It must serve `model`. Raises EngineError after engines.start_timeout_s."""
         self._waits += 1

@@ -32,7 +32,13 @@ from millrace.core.contracts.failures import RestartBudget
 from millrace.core.contracts.handles import EngineHandle, RouterHandle, ServerState
 from millrace.core.contracts.progress import starting
 from millrace.core.engine_health import EngineEvent, EngineHealth, EngineState
-from millrace.core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
+from millrace.core.errors import (
+    ActorLostError,
+    EngineError,
+    EngineLostError,
+    EngineStalledError,
+    StorageError,
+)
 
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 30.0  # SGLang's /health generates a token
@@ -341,6 +347,36 @@ class Fleet:
     async def _note_released(self, index: int, tags: list[str]) -> None:
         self._released[index] = tags
         await self._handles[index].note_released(tags)
+
+    # traces
+
+    async def start_trace(self, steps: int) -> None:
+        """Let each engine trace its next steps. An engine that cannot is named in a warning."""
+
+        async def start(index: int, client: EngineClient) -> None:
+            await client.start_trace(await self._handles[index].trace_folder(), steps)
+
+        await self._of_each("no trace of it", start)
+
+    async def store_trace(self, url: str) -> None:
+        """Let each engine end its trace, and store the files. An engine that cannot is named in a warning."""
+
+        async def store(index: int, client: EngineClient) -> None:
+            await client.stop_trace()
+            await self._handles[index].store_trace(url)
+
+        await self._of_each("its trace is not stored", store)
+
+    async def _of_each(self, otherwise: str, call: Callable[[int, EngineClient], Awaitable[None]]) -> None:
+        clients = list(self._clients.items())
+        results = await asyncio.gather(
+            *(call(index, client) for index, client in clients), return_exceptions=True
+        )
+        for (index, _), result in zip(clients, results, strict=True):
+            if isinstance(result, EngineError | ActorLostError | StorageError):
+                log.warning("engine-%d: %s: %s", index, otherwise, result)
+            elif isinstance(result, BaseException):
+                raise result
 
     # requests
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -224,6 +225,7 @@ class EngineServer(_EngineHolder):
         super().__init__(config, f"engine-{index}", index)
         self._released: list[str] = []  # tags of GPU memory that the server has released
         self._download: str | None = None  # this node's copy of a folder in storage
+        self._trace: str | None = None  # folder that the server writes traces to
 
     def state(self) -> ServerState:
         """Whether the process lives, its address, and the memory that it has released."""
@@ -273,6 +275,29 @@ class EngineServer(_EngineHolder):
         if self._download:
             remove_own_folder(self._download)
         self._download = None
+
+    def trace_folder(self) -> str:
+        """An empty folder on this node, which stays until `store_trace`."""
+        self._remove_trace()
+        self._trace = own_folder(f"millrace-{self._identity}-trace-{self.index}", tempfile.gettempdir())
+        return self._trace
+
+    def store_trace(self, url: str) -> list[str]:
+        """Move the folder's files to a folder in storage, each named by the engine; returns their names there."""
+        if self._trace is None:
+            return []
+        for file in sorted(Path(self._trace).iterdir()):
+            name = file.name.removeprefix("engine.")  # of an embedded one, which has one file
+            file.rename(file.with_name(f"engine-{self.index}.{name}"))
+        store, path = split_url(url)
+        stored = store.upload_dir(self._trace, path)
+        self._remove_trace()
+        return [entry.path for entry in stored]
+
+    def _remove_trace(self) -> None:
+        if self._trace:
+            remove_own_folder(self._trace)
+        self._trace = None
 
 
 class RouterServer(_ServerHolder):

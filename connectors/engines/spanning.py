@@ -114,6 +114,14 @@ class SpanningEngine:
     async def remove_download(self) -> None:
         """Nothing was downloaded."""
 
+    async def trace_folder(self) -> str:
+        """A folder on the first node: the traces of its GPUs are stored."""
+        return await self._first.trace_folder()
+
+    async def store_trace(self, url: str) -> list[str]:
+        """Move the first node's files to a folder in storage."""
+        return await self._first.store_trace(url)
+
 
 async def _state_if_held(node: EngineNodeHandle) -> ServerState | None:
     try:

@@ -29,6 +29,7 @@ PUBLISHED = "results/publish.json"  # written after the manifest
 CUT = "cut.json"  # which groups are trained and which deferred, if the first groups to finish are trained
 DEFERRED = "deferred.parquet"  # finished samples of the deferred groups
 EAGER = "eager"  # chunks of an incomplete batch, with pipeline.eager; removed after its step
+TRACES = "traces"  # folder of the run
 LOGPROBS = "logprobs"  # the trainer's log-probabilities, one file per data parallel rank, with trainer.store_logprobs
 DRAWN = "results/sample_prompts.json"  # written when an iteration's prompts are
 ABANDONED_S = 3600.0

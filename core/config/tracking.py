@@ -28,3 +28,8 @@ class Tracking(Section):
         ge=0,
         description="Samples of each iteration on Prefect's page: the best and the worst of some groups, dropped ones among them.",
     )
+    trace: int | None = Field(
+        None,
+        ge=1,
+        description="Iteration whose steps are traced, counted from 1: each trainer rank's optimizer steps, and the first 64 steps of each engine that the run starts. The traces are in `traces/` of the run folder; Perfetto opens them.",
+    )

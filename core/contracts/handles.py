@@ -63,6 +63,14 @@ class EngineHandle(ServerHandle, Protocol):
         """Remove the downloaded folder."""
         ...
 
+    async def trace_folder(self) -> str:
+        """An empty folder on the engine's node. Raises EngineError if there can be none."""
+        ...
+
+    async def store_trace(self, url: str) -> list[str]:
+        """Move the folder's files to a folder in storage, each named by the engine; returns their names there."""
+        ...
+
 
 class EngineNodeHandle(ServerHandle, Protocol):
     """The holder of an engine's process on one of the nodes that the engine spans."""

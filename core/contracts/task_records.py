@@ -298,6 +298,7 @@ class StepRequest:
     chunks: Sequence[int] | None = None  # rows of each chunk, if passes are made chunk by chunk
     # with an iteration's first step: whether the trainer's log-probabilities are written
     stores: bool = False
+    trace: str | None = None  # folder in storage that a trace of the step is written to
 
 
 class Cut(BaseModel):

@@ -8,7 +8,7 @@ import typer
 
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.manifests.summaries import Committed
-from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.run_folder import TRACES, RunFolder
 from millrace.core.config.pipeline import Pipeline
 from millrace.core.errors import ConfigError
 from millrace.core.logprob_gap import LogprobGuard
@@ -126,6 +126,8 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
         facts["pipeline"] = text
     facts["checkpoints"] = _after(str(number) for number in folder.complete_checkpoints())
     facts["exports"] = _after(str(int(name)) for name in folder.store.folders("exports"))
+    if traced := [str(int(name) + 1) for name in folder.store.folders(TRACES)]:
+        facts["traces"] = f"of iterations {', '.join(traced)}"
     if "parent" in record:
         facts["branch of"] = f"{record['parent']['run']} after {record['parent']['at']} iterations"
     model = settings["model"]["path"]

@@ -37,6 +37,7 @@ from millrace.tasks.runtime.weight_sync import WeightSync
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+TRACED_STEPS = 64  # of an engine; each is some thousand kernels
 
 
 class GpuMemory:
@@ -146,6 +147,17 @@ class GpuMemory:
                 )
             self._sent = version
             return seconds
+
+    async def start_trace(self, versions: VersionRange) -> None:
+        """Make engines ready, and let each trace its next TRACED_STEPS steps."""
+        await self.for_engines(versions)
+        async with self._turn():
+            await (await self._engines.running()).start_trace(TRACED_STEPS)
+
+    async def store_trace(self, url: str) -> None:
+        """Store what engines traced, in a folder in storage."""
+        async with self._turn():
+            await (await self._engines.running()).store_trace(url)
 
     async def _recover(self, versions: VersionRange) -> None:
         """Bring every engine back to running at one of these versions, after a request was lost."""

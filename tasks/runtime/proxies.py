@@ -52,6 +52,14 @@ class EngineProxy:
         """Remove what was downloaded."""
         await self._actor.call(EngineServer.remove_download)
 
+    async def trace_folder(self) -> str:
+        """An empty folder on the engine's node."""
+        return await self._actor.call(EngineServer.trace_folder)
+
+    async def store_trace(self, url: str) -> list[str]:
+        """Move the folder's files to a folder in storage."""
+        return await self._actor.call(EngineServer.store_trace, url)
+
 
 class EngineNodeProxy:
     """An EngineNodeHandle on an actor that holds an EngineNode."""

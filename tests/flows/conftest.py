@@ -38,9 +38,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 
 @pytest.fixture(scope="session")
 def whole(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run `a`, never interrupted."""
+    """The run `a`, never interrupted, with a trace of its second iteration."""
     root = tmp_path_factory.mktemp("whole")
-    out = workplace.train(root)
+    out = workplace.train(root, "tracking.trace=2")
     assert "3 iterations complete, 3 of them now" in out
     said = out.partition("of them now\n")[2].splitlines()
     assert [line.split()[0] for line in said] == ["export", "best", "look", "curves"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.core.contracts.test_task_records import TYPES, mismatches
 from tests.soak.points import TASKS
 from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained
 from tests.support.metric_names import unexplained
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}  # in every layer
 
 
 def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) -> None:
@@ -122,6 +125,20 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
         3,
     ]
     assert "curves.png" in [file.path for file in client.list_artifacts(run.info.run_id)]
+
+
+def test_one_iteration_has_traces_of_ranks_and_engines(whole: Path) -> None:
+    assert [folder.name for folder in (whole / "traces").iterdir()] == ["000001"]
+    files = sorted((whole / "traces" / "000001").iterdir())
+    assert [file.name for file in files] == [
+        "engine-0.trace.json.gz",
+        "trainer-0-step-3.trace.json.gz",
+        "trainer-0-step-4.trace.json.gz",
+    ]
+    for file in files:
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        assert any(event.get("name") in PRODUCTS and event["dur"] > 0 for event in events), file.name
+    assert run_listing(str(whole.parent), "a").facts["traces"] == "of iterations 2"
 
 
 def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: Path) -> None:

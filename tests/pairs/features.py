@@ -285,6 +285,7 @@ SURROUNDINGS = {
     "background_checkpoint": Feature({"checkpoint.background": True}),
     "exports": Feature({"checkpoint.export_every": 1}),
     "tensorboard": Feature({"tracking.trackers": ["tensorboard"]}),
+    "trace": Feature({"tracking.trace": 2}),
     "mlflow": Feature(
         {"tracking.trackers": ["mlflow"]}, carries=("tracking.uri", "tracking.system_metrics=False")
     ),

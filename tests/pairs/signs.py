@@ -106,6 +106,7 @@ SIGNS: dict[str, Sign] = {
     "named_rollouts": _rows(
         "rollouts/part-*", lambda row: dict(row["session_parts"] or ()).get("solo") == 1.0
     ),
+    "trace": lambda left: any((left.folder / "traces" / "000001").iterdir()),
     "admission": _figure("rollout/in_flight_limit"),
     "flush": lambda left: (
         any(row["kind"] == "answer" for row in left.rows("turns/part-*"))

@@ -140,5 +140,11 @@ class StandingHandle:
     async def download(self, url: str) -> str:
         raise AssertionError("weights come from a folder")
 
+    async def trace_folder(self) -> str:
+        raise AssertionError("a standing engine is not traced")
+
+    async def store_trace(self, url: str) -> list[str]:
+        return []
+
     async def remove_download(self) -> None:
         """Nothing was copied."""

@@ -135,6 +135,12 @@ class EchoClient(WatchedEngine):
         running = len(self._server.aborted)
         return EngineLoad(min(1.0, running / PLACES), PLACES * 100, running, 0)
 
+    async def start_trace(self, folder: str, steps: int) -> None:
+        raise EngineError(f"{self.engine_id}: an echo computes nothing that can be traced")
+
+    async def stop_trace(self) -> None:
+        """There is none."""
+
     async def forget_version(self) -> None:
         self._server.version = "forgotten"
 

@@ -61,6 +61,12 @@ class LocalHandle:
     async def remove_download(self) -> None:
         await self._run(self.server.remove_download)
 
+    async def trace_folder(self) -> str:
+        return str(await self._run(self.server.trace_folder))
+
+    async def store_trace(self, url: str) -> list[str]:
+        return list(await self._run(self.server.store_trace, url))
+
     def signal(self, number: int) -> None:
         os.kill(self.server.state()["pid"], number)
 

@@ -32,6 +32,7 @@ from millrace.connectors.engines.embedded.sampling import (
 )
 from millrace.connectors.engines.embedded.slots import Request, Slots
 from millrace.connectors.engines.embedded.text import Text
+from millrace.connectors.host.torch_trace import TorchTrace
 from millrace.core.families.routed_experts import RoutingFormat
 
 
@@ -77,6 +78,8 @@ class Engine:
         self._finished_log = open(finished_log, "a", buffering=1) if finished_log else None  # noqa: SIM115
         self._seeds = torch.Generator().manual_seed(seed if seed is not None else secrets.randbits(62))
         self._slots = Slots(self.decoder, max_running=max_running, max_total_tokens=max_total_tokens)
+        self._trace: TorchTrace | None = None
+        self._trace_folder, self._trace_steps = "", 0  # steps that it still records
         self._admitting: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._jobs: deque[_Job] = deque()
@@ -221,6 +224,19 @@ class Engine:
             if name in held and list(held[name].shape) != list(shape):
                 raise ModelError(f"{name} has shape {list(shape)}, the model has {list(held[name].shape)}")
 
+    def start_trace(self, folder: str, steps: int) -> None:
+        """Trace the next steps, which at the end are written to a folder. Raises RequestError if a trace is under way."""
+        if self._trace is not None:
+            raise RequestError("start_profile: a trace is under way")
+        self._trace, self._trace_folder, self._trace_steps = TorchTrace(gpu=False), folder, steps
+
+    def stop_trace(self) -> None:
+        """Write the trace. Raises RequestError if none is under way."""
+        if self._trace is None:
+            raise RequestError("stop_profile: no trace is under way")
+        trace, self._trace = self._trace, None
+        trace.stop(self._trace_folder, "engine")
+
     # the loop
 
     def _loop(self) -> None:
@@ -244,6 +260,9 @@ class Engine:
                     job.done.set()
                 if self._can_step():
                     self._step()
+                    self._trace_steps -= 1
+                    if self._trace is not None and self._trace_steps <= 0:
+                        self.stop_trace()
         except BaseException as error:
             self._fail(error)
             raise

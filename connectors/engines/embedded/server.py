@@ -56,6 +56,8 @@ class Server:
         post("/pause_generation", self.pause_generation)
         post("/continue_generation", self.continue_generation)
         post("/flush_cache", self.flush_cache)
+        post("/start_profile", self.start_profile)
+        post("/stop_profile", self.stop_profile)
         post("/release_memory_occupation", self.release_memory)
         post("/resume_memory_occupation", self.resume_memory)
         WeightRoutes(self.engine).add_to(app)
@@ -283,6 +285,20 @@ class Server:
         if not await self._call(self.engine.flush):
             raise RequestError("flush_cache: requests are running or waiting")
         return web.json_response({"success": True})
+
+    async def start_profile(self, http: web.Request) -> web.Response:
+        """Trace the next num_steps steps, into output_dir."""
+        body = await read_json(http)
+        folder, steps = body.get("output_dir"), body.get("num_steps")
+        if not isinstance(folder, str) or not isinstance(steps, int) or steps < 1:
+            raise RequestError("start_profile: output_dir, a folder, and num_steps, at least 1, are wanted")
+        await self._call(lambda: self.engine.start_trace(folder, steps))
+        return web.Response(text="Start profiling.\n")
+
+    async def stop_profile(self, http: web.Request) -> web.Response:
+        """Write the trace that is under way."""
+        await self._call(self.engine.stop_trace)
+        return web.Response(text="Stop profiling.\n")
 
     async def release_memory(self, http: web.Request) -> web.Response:
         """Mark memory as released; on a CPU only the prompt cache is really freed. The engine must be idle."""

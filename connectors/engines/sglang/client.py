@@ -209,6 +209,17 @@ class SglangClient(WatchedEngine, Connection):
             retracted=sum(part.get("queues", {}).get("retracted", 0) for part in parts),
         )
 
+    async def start_trace(self, folder: str, steps: int) -> None:
+        activities = ["CPU", "GPU"]
+        await self.post(
+            "/start_profile", {"output_dir": folder, "num_steps": steps, "activities": activities}
+        )
+
+    async def stop_trace(self) -> None:
+        # refused if the steps are done: SGLang says so with a status of 500
+        with contextlib.suppress(EngineError):
+            await self.post("/stop_profile", {})
+
     async def forget_version(self) -> None:
         body = {"new_version": FORGOTTEN, "abort_all_requests": False}
         await self.post("/update_weight_version", body)

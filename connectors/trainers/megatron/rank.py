@@ -14,6 +14,7 @@ import gc
 import math
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -123,10 +124,28 @@ class TrainerRank(RankWeights):
             self._check_made_of(step)
             return self.last
         self._check_version(step.version - 1, f"and cannot make version {step.version} of it")
-        with self._working("train"):
+        with self._working("train"), self._traced(step):
             self.last = self._train(step)
             self.version, self._trained_on = step.version, step.batch_sha256
         return self.last
+
+    @contextlib.contextmanager
+    def _traced(self, step: StepRequest) -> Iterator[None]:
+        """A context whose computations are traced if the request asks for it. Nothing is stored of a step that fails."""
+        from millrace.connectors.host.torch_trace import TorchTrace
+        from millrace.connectors.storage.store import split_url
+
+        if step.trace is None:
+            yield
+            return
+        trace = TorchTrace(gpu=self.device.type == "cuda")
+        with tempfile.TemporaryDirectory(prefix="millrace-trace") as folder:
+            try:
+                yield
+            finally:
+                trace.stop(folder, f"trainer-{self.rank}-step-{step.version}")
+            store, path = split_url(step.trace)
+            store.upload_dir(folder, path)
 
     def _train(self, step: StepRequest) -> StepMetrics:
         from millrace.connectors.trainers.megatron.comparison import (
