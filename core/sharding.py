@@ -57,6 +57,7 @@ def shares(nodes: Sequence[str], shards: int | None) -> list[PlacedShare]:
 
 INSTEAD = {  # the remedy for a field that has another value which shards support
     "pipeline.on_update": "set pipeline.on_update=resend",
+    "sync.lora": "set sync.lora=merged",
 }
 
 
@@ -73,6 +74,7 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
         if config.algorithm.teacher_server
         else "",
         "engines.router": "the router gets its requests from the driver" if e.router else "",
+        "sync.lora": "the driver alone knows the names of adapters" if config.adapters_by_name else "",
         "engines.prefill": "the driver pairs engines that prefill with those that decode"
         if e.prefill
         else "",

@@ -87,6 +87,7 @@ class GenerateRequest:
     check: ProgressCheck | None = None  # replaces the check of this engine's progress
     on_part: OnPart | None = None  # called after every `every` tokens
     every: int = 1
+    versions: range | None = None  # that may answer it, if the engine serves adapters by name; None: any
     experts: AskedExperts | None = None  # not with `on_part`: engines know them when the request ends
 
 
@@ -111,6 +112,12 @@ class EngineWeights(Protocol):
         self, entries: Sequence[TensorEntry], group: str, version: int | None
     ) -> None:
         """Load one bucket that rank 0 of a group broadcasts at the same time; the last carries the version."""
+
+    def serve_by_name(self) -> None:
+        """From now on each request names an adapter: the newest version that it may take, all tokens of which are of that version."""
+
+    async def load_adapter(self, folder: str, version: int, oldest: int) -> None:
+        """Load a PEFT folder as a version, while requests go on; unload versions before `oldest` that no request has."""
 
     async def bracket_update(self, what: Literal["begin", "end"]) -> None:
         """Mark the start or end of an update from buckets."""

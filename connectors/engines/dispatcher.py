@@ -197,6 +197,7 @@ class Dispatcher:
                 on_part=parts.take if parts else None,
                 every=flush.interval if flush else 1,
                 experts=_after(experts, made),
+                versions=self.allowed,
             )
             try:
                 with self._noted(name, engine):

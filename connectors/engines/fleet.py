@@ -160,6 +160,8 @@ class Fleet:
             health = self._health[index].state
             await self._drop(index, died=health is not EngineState.STARTING)
             self._clients[index] = client = self._connect(url, f"engine-{index}", key)
+            if self.config.adapters_by_name:
+                client.weights.serve_by_name()
             if health is not EngineState.STARTING:  # found running, or restarted by another process
                 self._record_event(index, EngineEvent.STARTED)
         elif self._health[index].state is EngineState.DEAD:
@@ -291,6 +293,37 @@ class Fleet:
                 )
             if self._health[index].state is EngineState.REFITTING:  # it lost no request meanwhile
                 self._record_event(index, EngineEvent.CONFIRMED, version)
+
+    async def load_adapters(
+        self, folder: str, version: int, oldest: int, only: list[int]
+    ) -> dict[str, float]:
+        """Let engines serve a PEFT folder as a version, beside those that requests in flight name; seconds by phase.
+
+        No engine pauses. An engine serves the version as soon as it has it; `oldest` is the oldest version that a request may still take.
+        An engine lost meanwhile is restarted and asked again, within the restart budget.
+        """
+        left, started = only, time.perf_counter()
+        for _ in range(self.config.engines.restarts + 2):
+            clients = {i: self._clients[i] for i in left if i in self._clients}
+            calls = (client.weights.load_adapter(folder, version, oldest) for client in clients.values())
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            for (index, client), result in zip(clients.items(), results, strict=True):
+                if isinstance(result, EngineLostError):
+                    log.warning("adapters of version %d: %s", version, result)
+                    self.mark_suspect(client, result)
+                elif isinstance(result, BaseException):
+                    raise result
+                elif self._health[index].state in (EngineState.SERVING, EngineState.REFITTING):
+                    self._record_event(index, EngineEvent.REFIT)
+                    self._record_event(index, EngineEvent.CONFIRMED, version)
+            left = [index for index in left if not self._health[index].serves(version)]
+            if not left:
+                return {"load": time.perf_counter() - started}
+            await self.ensure(self._model)
+        raise EngineError(
+            f"engines {left} did not load adapters of version {version} in {self.config.engines.restarts + 2} tries",
+            remedy=f"see engine-{left[0]}.log in {self._logs()} for the cause, and start the same command again",
+        )
 
     # GPU memory
 

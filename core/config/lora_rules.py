@@ -37,6 +37,38 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def by_name_problems(config: RunConfig) -> Iterator[Problem]:
+    """Settings beside which engines cannot serve adapters by name."""
+    if config.sync.lora != "names":
+        return
+    merged = "set it to merged"
+    if config.trainer.lora is None:
+        yield config.problem(
+            "sync.lora", "only trainer.lora makes adapters", "leave it out, or set trainer.lora"
+        )
+    if not all(kind.names_adapters for kind in config.engines.kinds):
+        reason = f"with engines.kind={config.engines.kind} engines may not be embedded ones, which alone serve adapters by name"
+        yield config.problem("sync.lora", reason, f"{merged}, or engines.kind=embedded")
+    if config.engines.router:
+        yield config.problem(
+            "sync.lora", "engines.router does not know which engine has which adapter", merged
+        )
+    if config.sync.kind in ("ipc", "broadcast"):
+        yield config.problem(
+            "sync.lora", f"adapters go as a folder, and sync.kind={config.sync.kind} moves weights", merged
+        )
+    if config.pipeline.ahead and config.pipeline.on_update == "finish":
+        reason = "pipeline.on_update=finish has engines wait for requests, and adapters by name need not wait"
+        yield config.problem("sync.lora", reason, "set pipeline.on_update=keep")
+    if config.evaluation.background:
+        reason = (
+            "evaluation.background keeps a version for as long as it takes, and engines have no room for it"
+        )
+        yield config.problem("sync.lora", reason, merged)
+    if config.sync.by_url:
+        yield config.problem("sync.lora", "adapters go by a folder, and sync.directory is a URL", merged)
+
+
 def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
     """Targets that the model does not have, or that cannot have adapters in this layout."""
     lora, p = config.trainer.lora, config.trainer.parallel

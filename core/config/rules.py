@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from millrace.core.config import eager_rules as eager
 from millrace.core.config import engines_rules as engines
+from millrace.core.config import lora_rules
 from millrace.core.config import pipeline_rules as pipeline
 from millrace.core.config import secret_rules as secrets
 from millrace.core.config import trainer_rules as trainer
@@ -53,6 +54,7 @@ def sync_problems(config: RunConfig) -> Iterator[Problem]:
     """Transports that trainer and engines do not share."""
     colocate, e = config.placement.colocate, config.engines
     yield from memory_only("sync.directory", config.sync.directory)
+    yield from lora_rules.by_name_problems(config)
     if config.sync.kind == "ipc" and not colocate:
         yield config.problem(
             "sync.kind",

@@ -209,6 +209,17 @@ class RunConfig(Section):
         return "broadcast" if self._on_gpus else "disk"
 
     @property
+    def adapters_by_name(self) -> bool:
+        """Whether engines serve the adapters of trainer.lora by name, beside the model's weights."""
+        trains = self.trainer.lora is not None and not self.pipeline.rollouts_only
+        return trains and self.sync.lora == "names"
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that an engine holds at once: of each version that requests may have, and the next."""
+        return self.pipeline.staleness + 2 if self.adapters_by_name else 0
+
+    @property
     def _on_gpus(self) -> bool:
         """Whether trainer and engines work on GPUs, as far as a configuration tells."""
         return all(kind.runs_on == "gpu" for kind in self.engines.kinds) and self.trainer.device != "cpu"

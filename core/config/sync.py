@@ -15,6 +15,12 @@ class _Transport(Section):
         "s3://bucket/weights, to and from which each node copies them (not for engines.kind=external). When not given: "
         "shared memory of this host, which other nodes do not see.",
     )
+    lora: Literal["merged", "names"] = Field(
+        "merged",
+        description="How engines get the adapters of trainer.lora. merged: added to the weights, which travel whole. names: as a folder "
+        "that engines serve beside the weights; each version has its own name, a request keeps the name that it started with, and no "
+        "engine pauses. Needs embedded engines.",
+    )
     max_logprob_gap: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
         description="Largest mean difference between engine and trainer log-probabilities on a step's tokens "

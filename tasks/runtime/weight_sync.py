@@ -37,9 +37,8 @@ class WeightSync:
 
     def has(self, version: int) -> bool:
         """Whether engines can be brought to a version without the trainer, because the folder that they load holds it."""
-        return (
-            self.config.sync_kind == "disk" and self._folder is not None and self._folder.version == version
-        )
+        by_folder = self.config.sync_kind == "disk" or self.config.adapters_by_name
+        return by_folder and self._folder is not None and self._folder.version == version
 
     async def send(
         self,
@@ -56,6 +55,10 @@ class WeightSync:
         Raises TrainerStalledError if rank 0 does not return from a broadcast: the ranks must then be ended.
         """
         kind, gpus = self.config.sync_kind, self.config.engines.gpus
+        if self.config.adapters_by_name:
+            directory, export_s = await self._export(ranks, version)
+            oldest = version - self.config.pipeline.staleness * self.config.steps_per_iteration
+            return {"export": export_s, **await fleet.load_adapters(directory, version, oldest, engines)}
         if kind == "disk":
             directory, export_s = await self._export(ranks, version)
             return {"export": export_s, **await fleet.update_weights(directory, version, engines, on_update)}

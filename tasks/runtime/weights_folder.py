@@ -27,6 +27,7 @@ class WeightsFolder:
         """Raises StorageError if it cannot be made, or if files of the run's dead drivers cannot be removed."""
         self.version: int | None = None
         self._by_url = config.sync.by_url
+        self._merged = not config.adapters_by_name
         if self._by_url:
             # within the run's folder, whose lease keeps other drivers out
             mine = Store(config.sync.directory or "").child(f"millrace-{identity}")
@@ -45,9 +46,9 @@ class WeightsFolder:
         """Let the ranks write a version, then remove the others."""
         place = self._store.url_of(_name(version))
         if self._by_url:
-            await ranks.each(Rank.upload, place, version, ALONE, True)
+            await ranks.each(Rank.upload, place, version, ALONE, self._merged)
         else:
-            await ranks.each(Rank.export, place, version, True)
+            await ranks.each(Rank.export, place, version, self._merged)
         self.version = version
         await asyncio.to_thread(self._remove_others)
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -102,3 +103,50 @@ def test_a_run_starts_from_the_adapters_of_a_supervised_one(workplace: Workplace
     assert 0 < gap < 0.01
     prints = json.loads((run / "run.json").read_text())["fingerprints"]["model"]
     assert "trainer.lora.path: adapter_model.safetensors" in prints
+
+
+NAMES = (*LORA, "sync.lora=names", "engines.kind=embedded", "trainer.device=cpu")
+LATE = ("pipeline.ahead=1", "algorithm.correction.kind=truncate")
+
+
+def versions(run: Path) -> list[list[int]]:
+    """Of each generated sample the versions that made its tokens."""
+    columns = [
+        pq.read_table(path, columns=["policy_versions"])["policy_versions"].to_pylist()
+        for path in sorted(run.glob("iterations/*/rollouts/part-*.parquet"))
+    ]
+    return [[span["version"] for span in spans] for column in columns for spans in column if spans]
+
+
+def phases(run: Path) -> list[dict[str, float]]:
+    records = [
+        json.loads(path.read_text()) for path in sorted(run.glob("iterations/*/results/sync_weights.json"))
+    ]
+    return [json.loads(record["result"])["phases"] for record in records]
+
+
+@pytest.mark.parametrize("ahead", [(), LATE], ids=["in turn", "ahead"])
+def test_engines_serve_each_version_by_its_name_and_never_pause(
+    workplace: Workplace, tmp_path: Path, ahead: tuple[str, ...]
+) -> None:
+    out = workplace.train(tmp_path, *NAMES, *ahead, "sync.max_prompt_gap=0.001")
+    run = tmp_path / "a"
+    assert not failures(run), out
+    assert all(phase.keys() == {"export", "load"} for phase in phases(run))
+    found = versions(run)
+    assert {len(each) for each in found} == {1}
+    assert len({each[0] for each in found}) > 1
+    gaps = [step["logprob_gap_mean"] for step in steps(run) if "logprob_gap_limit" in step]
+    assert gaps
+    assert max(gaps) < 1e-5
+
+
+def test_a_killed_run_with_names_ends_alike(workplace: Workplace, tmp_path: Path) -> None:
+    whole, killed = (tmp_path / root / "a" for root in ("whole", "killed"))
+    workplace.train(tmp_path / "whole", *NAMES)
+    parts = killed / "iterations" / "000001" / "rollouts"
+    workplace.train_and_kill(tmp_path / "killed", lambda: any(parts.glob("part-*")), *NAMES)
+    workplace.train(tmp_path / "killed", *NAMES)
+    assert trained(killed) == trained(whole)
+    assert max(generated(killed).values()) == 1
+    assert_same(killed, whole)

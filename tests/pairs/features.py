@@ -309,6 +309,7 @@ ENGINES = {
         {"engines.router.policy": "round_robin"}, {"engines.count": 2}, carries=("engines.router",)
     ),
     "broadcast": Feature({"sync.kind": "broadcast", "sync.bucket_mib": 1}),
+    "lora_by_name": Feature({"trainer.lora.rank": 4, "trainer.lora.alpha": 8.0, "sync.lora": "names"}),
     "prompt_gap": Feature({"sync.max_prompt_gap": 0.5}),
     "weights_by_url": Feature({"sync.directory": WEIGHTS}),
     "sglang": Feature(

@@ -7,7 +7,7 @@ def _each(why: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-ENGINES = "two_engines router broadcast prompt_gap weights_by_url external"
+ENGINES = "lora_by_name two_engines router broadcast prompt_gap weights_by_url external"
 SAMPLING = "flush stops top_p oversample"
 SCORING = "zero_variance group_filter group_reward named_rewards remote_limits levels pools"
 LEARNING = (
@@ -28,7 +28,7 @@ IDLE: dict[str, dict[str, str]] = {
         ),
     },
     "rollouts_only": {
-        **_each("no trainer starts", f"{LEARNING} {STEPS}"),
+        **_each("no trainer starts", f"{LEARNING} {STEPS} lora_by_name"),
         **_each("no weights are sent", "broadcast weights_by_url"),
     },
     "rollouts_from": _each("no engine starts", f"oversample {ENGINES}"),

@@ -97,6 +97,13 @@ class Left:
         ]
 
     @cached_property
+    def syncs(self) -> list[dict[str, Any]]:
+        """The records of the syncs that sent weights."""
+        paths = sorted(self.folder.glob("iterations/*/results/sync_weights.json"))
+        records = [json.loads(json.loads(path.read_text())["result"]) for path in paths]
+        return [record for record in records if record["phases"]]
+
+    @cached_property
     def batches(self) -> list[list[dict[str, Any]]]:
         """The trained rows of each iteration."""
         return [pq.read_table(path).to_pylist() for path in self.paths("batch")]

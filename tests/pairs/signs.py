@@ -222,6 +222,7 @@ SIGNS: dict[str, Sign] = {
     ),  # which says not where a request went
     "external": lambda left: left.asked > 0,
     "router": lambda left: {row["engine_id"] for row in left.rows("rollouts/part-*")} == {"sglang-router"},
+    "lora_by_name": lambda left: all({"export", "load"} == record["phases"].keys() for record in left.syncs),
     "broadcast": _figure("time/sync_transfer_s", lambda seconds: seconds > 0),
     "prompt_gap": _figure("sync/prompt_gap"),
     "weights_by_url": lambda left: any(name.endswith(".safetensors") for name in left.uploaded),

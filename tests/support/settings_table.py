@@ -177,7 +177,7 @@ ROWS: dict[str, Row] = {
         ),
         *_under("engines", "max_total_tokens addresses key router.policy router.options"),
         *_under("placement", "colocate offload_engines offload_trainer ray_address wait_s"),
-        *_under("sync", "kind directory bucket_mib"),
+        *_under("sync", "kind directory bucket_mib lora"),
     ),
     **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),
     **_any_start("flows/driver/iteration_slots.py", "pipeline.min_ess"),

@@ -28,6 +28,9 @@ def main() -> None:
         help="type of weights and arithmetic; auto: as the folder stores them",
     )
     parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument(
+        "--max-loaded-loras", type=int, default=0, help="adapters that requests may name, at the same time"
+    )
     parser.add_argument("--weight-version", default="default")
     parser.add_argument(
         "--name", action="append", default=[], help="a name of this machine that requests may use; repeatable"
@@ -65,6 +68,7 @@ async def serve(args: argparse.Namespace) -> None:
             seed=args.seed,
             finished_log=args.finished_log,
             dtype=args.dtype,
+            max_adapters=args.max_loaded_loras,
         )
     except ModelError as error:
         raise SystemExit(f"--model-path: {error}") from None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from millrace.connectors.engines.embedded.adapters import Adapter, read_adapter
 from millrace.connectors.engines.embedded.model import (
     DTYPES,
     Decoder,
@@ -59,8 +60,9 @@ class Engine:
         seed: int | None,
         finished_log: str | None = None,
         dtype: str = "auto",
+        max_adapters: int = 0,
     ) -> None:
-        """`dtype`: of weights and arithmetic, for the folder and all updates; auto: as the folder stores them.
+        """max_adapters: how many are served by name at the same time. `dtype`: of weights and arithmetic, for the folder and all updates; auto: as the folder stores them.
 
         Raises ModelError if the folder cannot be served.
         """
@@ -71,6 +73,8 @@ class Engine:
         self.decoder = Decoder(Weights(self.shape, tensors))
         self.text = Text(self.folder)
         self.weight_version = weight_version
+        self.adapters: dict[str, Adapter] = {}
+        self.max_adapters = max_adapters
         self.max_total_tokens = max_total_tokens
         self.paused = False
         self.released: set[str] = set()
@@ -216,6 +220,32 @@ class Engine:
             raise ModelError(f"{folder}: its config.json describes another model than the one served")
         tensors = read_tensors(path, shape, self.decoder.weights.dtype)
         self.replace_weights(Weights(shape, tensors), version or self.weight_version)
+
+    def read_adapter(self, name: str, folder: str) -> Adapter:
+        """The adapter in a PEFT folder. Needs no `call`. Raises RequestError if it does not fit the model."""
+        return read_adapter(name, Path(folder), self.shape, self.decoder.weights.dtype)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Serve an adapter by its name from now on. Raises RequestError if the name is taken, or no room is left."""
+        name = adapter.name
+        if name in self.adapters:
+            raise RequestError(f"lora_name: {name} is loaded already, and a name stands for one adapter")
+        if len(self.adapters) >= self.max_adapters:
+            raise RequestError(
+                f"lora_name: {len(self.adapters)} adapters are loaded, --max-loaded-loras allows no more"
+            )
+        self.adapters[name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no new request name an adapter; requests that have it keep it. Raises RequestError if it is not loaded."""
+        if self.adapters.pop(name, None) is None:
+            raise RequestError(f"lora_name: {name} is not loaded")
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter that a request names. Raises RequestError if it is not loaded."""
+        if name is not None and name not in self.adapters:
+            raise RequestError(f"lora_path: {name} is not loaded")
+        return None if name is None else self.adapters[name]
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise ModelError if a tensor's shape does not fit the served model."""

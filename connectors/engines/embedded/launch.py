@@ -31,4 +31,6 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
     command += ["--host", e.host, "--port", "0", "--port-file", str(port_file)]
     command += ["--weight-version", "initial", "--dtype", config.dtype]
     command += ["--max-running-requests", str(e.max_running), "--max-total-tokens", str(e.max_total_tokens)]
+    if config.adapter_slots:
+        command += ["--max-loaded-loras", str(config.adapter_slots)]
     return command + (["--threads", str(e.threads)] if e.threads else [])

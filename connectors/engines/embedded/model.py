@@ -6,6 +6,7 @@ least `ROWS` rows (with fewer, CPU kernels sum in another order), and attention 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from millrace.connectors.engines.embedded.adapters import NO_ADAPTERS, Adapter, RowAdapters
 from millrace.connectors.engines.embedded.delta_net import DeltaWeights, empty_memory
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
@@ -148,13 +150,16 @@ class FeedForward:
     down_bias: Tensor | None
     limit: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]."""
-        gate, up = F.linear(x, self.gate_up, self.up_bias).chunk(2, dim=-1)
+    def __call__(self, x: Tensor, rows: RowAdapters = NO_ADAPTERS, layer: int = 0) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]. rows: the adapters of the rows; layer: whose MLP it is, for these."""
+        both = rows.add(layer, "gate_up", x, F.linear(x, self.gate_up, self.up_bias))
+        gate, up = both.chunk(2, dim=-1)
         if self.limit:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-            return F.linear(gate * torch.sigmoid(GATE_SLOPE * gate) * (up + 1), self.down, self.down_bias)
-        return F.linear(F.silu(gate) * up, self.down, self.down_bias)
+            inner = gate * torch.sigmoid(GATE_SLOPE * gate) * (up + 1)
+        else:
+            inner = F.silu(gate) * up
+        return rows.add(layer, "down", inner, F.linear(inner, self.down, self.down_bias))
 
 
 Pair = tuple[Tensor, Tensor]
@@ -225,10 +230,14 @@ class Decoder:
         self.cos, self.sin = both.cos() * factor, both.sin() * factor
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, list[Pair], Tensor]:
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor | None = None, adapters: Sequence[Adapter | None] = ()
+    ) -> tuple[Tensor, list[Pair], Tensor]:
         """tokens [B, S] with S a multiple of PREFILL_SPAN -> final hidden states [B, S, H], what a Cache holds of them by layer, and
-        the tokens' experts [B, S, layers with experts, k]. lengths: of the texts [B], with which tokens start; None: all are S."""
+        the tokens' experts [B, S, layers with experts, k]. lengths: of the texts [B], with which tokens start; None: all are S.
+        adapters: of each of the B; by default none."""
         batch, length = tokens.shape
+        rows = RowAdapters(adapters, each=length)
         assert length % PREFILL_SPAN == 0
         cos, sin = self.cos[:length], self.sin[:length]
         cached: list[Pair] = []
@@ -257,13 +266,16 @@ class Decoder:
             )
             return out.transpose(1, 2).reshape(batch * length, -1)
 
-        hidden, experts = self._layers(self.weights.embedding[tokens.reshape(-1)], attend, remember)
+        embedded = self.weights.embedding[tokens.reshape(-1)]
+        hidden, experts = self._layers(embedded, attend, remember, rows)
         return hidden.view(batch, length, -1), cached, experts.unflatten(0, (batch, length))
 
     @torch.inference_mode()
-    def decode(self, tokens: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: Cache, adapters: Sequence[Adapter | None] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Next hidden states [M, H] of slots 0..M-1, and experts [M, layers with experts, k], given each slot's last token [M] and
-        its position [M]."""
+        its position [M]. adapters: of the first slots."""
         count = len(tokens)
         assert count % ROWS == 0
         span = min(cache.capacity, rounded_up(int(positions.max()) + 1, SPAN))
@@ -291,21 +303,21 @@ class Decoder:
                 tensor.copy_(then)
             return out.flatten(0, 1)
 
-        return self._layers(self.weights.embedding[tokens], attend, remember)
+        return self._layers(self.weights.embedding[tokens], attend, remember, RowAdapters(adapters))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [M, V] of hidden states [M, H]."""
         return padded_linear(hidden, self.weights.head).float()
 
-    def _layers(self, x: Tensor, attend: Any, remember: Any) -> tuple[Tensor, Tensor]:
+    def _layers(self, x: Tensor, attend: Any, remember: Any, rows: RowAdapters) -> tuple[Tensor, Tensor]:
         """Final hidden states [M, H], and the experts of each token [M, layers with experts, k], of embeddings [M, H]."""
         s = self.shape
         routed = []
         for number, layer in enumerate(self.weights.layers):
             normed = _norm(x, layer["norm1"], s.eps)
             attended = (
-                self._attended(number, normed, layer, attend)
+                self._attended(number, normed, layer, attend, rows)
                 if "delta" not in layer
                 else remember(number, normed)
             )
@@ -318,25 +330,31 @@ class Decoder:
                 routed.append(chosen)
                 fed = self._experts(normed, layer, weights, chosen)
             else:
-                fed = layer["mlp"](normed)
+                fed = layer["mlp"](normed, rows, number)
             if s.branch_norms:
                 fed = _norm(fed, layer["fed_norm"], s.eps)
             x = x + fed
         experts = torch.stack(routed, dim=1) if routed else torch.zeros(len(x), 0, 0, dtype=torch.long)
         return _norm(x, self.weights.norm, s.eps), experts
 
-    def _attended(self, number: int, x: Tensor, layer: dict[str, Any], attend: Any) -> Tensor:
+    def _attended(
+        self, number: int, x: Tensor, layer: dict[str, Any], attend: Any, rows: RowAdapters
+    ) -> Tensor:
         """What attention gives [M, H] of hidden states [M, H]."""
-        q, k, v, *gate = self._heads_of_latents(x, layer) if self.shape.kv_rank else self._heads(x, layer)
+        if self.shape.kv_rank:
+            q, k, v, *gate = self._heads_of_latents(x, layer)
+        else:
+            mixed = F.linear(x, layer["qkv"], layer["bias"])
+            q, k, v, *gate = self._heads(rows.add(number, "qkv", x, mixed), layer)
         out = attend(number, q, k, v)
         if gate:
             out = out * gate[0].flatten(1).sigmoid()
-        return F.linear(out, layer["o"], layer["o_bias"])
+        return rows.add(number, "o", out, F.linear(out, layer["o"], layer["o_bias"]))
 
-    def _heads(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Queries, keys and values [M, heads, d] of hidden states [M, H], and the logits of gates if there are any."""
+    def _heads(self, mixed: Tensor, layer: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Queries, keys and values [M, heads, d] of their joint projection, and the logits of gates if there are any."""
         s = self.shape
-        heads = F.linear(x, layer["qkv"], layer["bias"]).unflatten(-1, (-1, s.head_dim))
+        heads = mixed.unflatten(-1, (-1, s.head_dim))
         q, k, v = heads.split([s.heads * (2 if s.output_gate else 1), s.kv_heads, s.kv_heads], dim=1)
         gate = [q[:, 1::2]] if s.output_gate else []
         q = q[:, ::2] if s.output_gate else q
@@ -345,7 +363,7 @@ class Decoder:
         return q, k, v, *gate
 
     def _heads_of_latents(self, x: Tensor, layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of latent attention. What rotates comes first in a head, which changes no score."""
+        """The same of latent attention, of hidden states [M, H]. What rotates comes first in a head, which changes no score."""
         s = self.shape
         if s.q_rank:
             q = F.linear(_norm(F.linear(x, layer["q_down"]), layer["q_norm"], LATENT_EPS), layer["q_up"])

@@ -14,6 +14,7 @@ import orjson
 from aiohttp import web
 
 from millrace.connectors.engines.embedded.access import Access, middleware
+from millrace.connectors.engines.embedded.adapter_routes import AdapterRoutes, named_adapter
 from millrace.connectors.engines.embedded.body import read_json
 from millrace.connectors.engines.embedded.chat import ChatRoute
 from millrace.connectors.engines.embedded.engine import Engine
@@ -61,6 +62,7 @@ class Server:
         post("/release_memory_occupation", self.release_memory)
         post("/resume_memory_occupation", self.resume_memory)
         WeightRoutes(self.engine).add_to(app)
+        AdapterRoutes(self.engine, self.info["model_path"]).add_to(app)
         ChatRoute(self.engine, self.info["model_path"], self._text).add_to(app)
         return app
 
@@ -144,6 +146,7 @@ class Server:
             given=given,
             priority=priority,
             params=params,
+            adapter=self.engine.adapter(named_adapter(body)),
             seed=seed,
             notify=notify,
             top_logprobs=tops if wanted else 0,

@@ -11,11 +11,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from millrace.connectors.engines.embedded.adapters import Adapter
 from millrace.connectors.engines.embedded.model import (
     PREFILL_SPAN,
     ROWS,
@@ -43,6 +44,7 @@ class Request:
     prompt_logprobs_from: int = -1
     routed_from: int = -1  # the first token whose experts are returned; -1: none are
     given: int = 0  # tokens of the output that came with the request, which continues them
+    adapter: Adapter | None = None  # None: the weights alone
     priority: int = 0  # of waiting requests the smallest comes first
     arrived: float = field(default_factory=time.time)
     output: list[int] = field(default_factory=list)
@@ -74,6 +76,13 @@ class Request:
         self.routed += experts[len(self.routed) - first :].unbind()
 
 
+class _Context(NamedTuple):
+    """Tokens whose keys and values are computed together; other adapters make others of the same tokens."""
+
+    adapter: Adapter | None
+    tokens: tuple[int, ...]
+
+
 @dataclass
 class _Prefix:
     """What the cache holds of a prompt, its last hidden state and its experts."""
@@ -92,7 +101,7 @@ class Slots:
         self._decoder = decoder
         self._max_running = max_running
         self._max_total_tokens = max_total_tokens
-        self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[_Context, _Prefix] = OrderedDict()
 
     def admit(self, requests: list[Request]) -> Tensor:
         """Give requests slots and prefill them; returns the logits [n, V] of each one's next token."""
@@ -106,7 +115,8 @@ class Slots:
         tokens, positions = torch.zeros(padded, dtype=torch.long), torch.zeros(padded, dtype=torch.long)
         tokens[:count] = torch.tensor([r.output[-1] for r in self.running])
         positions[:count] = torch.tensor([r.length - 1 for r in self.running])
-        hidden, experts = self._decoder.decode(tokens, positions, self.cache)
+        adapters = [r.adapter for r in self.running]
+        hidden, experts = self._decoder.decode(tokens, positions, self.cache, adapters)
         for request, row in zip(self.running, experts[:count], strict=True):
             if request.routed_from >= 0:
                 request.note_routed(row[None], request.length - 1)
@@ -172,14 +182,14 @@ class Slots:
 
     def _prefill(self, admitted: list[Request]) -> Tensor:
         """Fill slots for requests; returns the hidden state [n, H] that predicts each one's next token."""
-        contexts = [tuple(r.prompt + r.output) for r in admitted]
-        missing: dict[int, list[tuple[int, ...]]] = {}
+        contexts = [_Context(r.adapter, tuple(r.prompt + r.output)) for r in admitted]
+        missing: dict[int, list[_Context]] = {}
         for context in dict.fromkeys(contexts):
             if context in self._prefixes:
                 self._prefixes.move_to_end(context)
             else:
-                missing.setdefault(rounded_up(len(context), PREFILL_SPAN), []).append(context)
-        fresh: dict[tuple[int, ...], _Prefix] = {}
+                missing.setdefault(rounded_up(len(context.tokens), PREFILL_SPAN), []).append(context)
+        fresh: dict[_Context, _Prefix] = {}
         for span, group in sorted(missing.items()):
             per_call = max(1, 8192 // span)
             for at in range(0, len(group), per_call):
@@ -187,9 +197,10 @@ class Slots:
         hidden = []
         for request, context in zip(admitted, contexts, strict=True):
             prefix = fresh.get(context) or self._prefixes[context]
-            request.cached_tokens = 0 if context in fresh else len(context) - 1
+            length = len(context.tokens)
+            request.cached_tokens = 0 if context in fresh else length - 1
             request.slot = len(self.running)
-            self.cache.fill(request.slot, prefix.layers, len(context))
+            self.cache.fill(request.slot, prefix.layers, length)
             if request.prompt_logprobs_from >= 0 and not request.prompt_logprobs:
                 self.score_prompt(request)
             if request.routed_from >= 0:
@@ -201,15 +212,16 @@ class Slots:
             self._prefixes.popitem(last=False)
         return torch.stack(hidden)
 
-    def _compute_prefixes(self, contexts: list[tuple[int, ...]], span: int) -> dict[tuple[int, ...], _Prefix]:
+    def _compute_prefixes(self, contexts: list[_Context], span: int) -> dict[_Context, _Prefix]:
         tokens = torch.zeros(len(contexts), span, dtype=torch.long)
         for row, context in enumerate(contexts):
-            tokens[row, : len(context)] = torch.tensor(context)
-        lengths = torch.tensor([len(context) for context in contexts])
-        hidden, layers, experts = self._decoder.prefill(tokens, lengths)
+            tokens[row, : len(context.tokens)] = torch.tensor(context.tokens)
+        lengths = torch.tensor([len(context.tokens) for context in contexts])
+        adapters = [context.adapter for context in contexts]
+        hidden, layers, experts = self._decoder.prefill(tokens, lengths, adapters)
         found = {}
         for row, context in enumerate(contexts):
-            n = len(context)
+            n = len(context.tokens)
             kept = [
                 (self.cache.held(number, one[row], n).clone(), self.cache.held(number, other[row], n).clone())
                 for number, (one, other) in enumerate(layers)
@@ -225,7 +237,7 @@ class Slots:
         span = rounded_up(len(request.prompt), PREFILL_SPAN)
         tokens = torch.zeros(1, span, dtype=torch.long)
         tokens[0, : len(request.prompt)] = torch.tensor(request.prompt)
-        hidden, _, _ = self._decoder.prefill(tokens)
+        hidden, _, _ = self._decoder.prefill(tokens, adapters=[request.adapter])
         start = request.prompt_logprobs_from
         logprobs = self._decoder.logits(hidden[0, start : len(request.prompt)]).log_softmax(-1)
         for at in range(start, len(request.prompt)):

@@ -40,6 +40,15 @@ class SglangClient(WatchedEngine, Connection):
         self._paused = False  # by this client, since SGLang's /server_info does not tell
 
     async def _ask(self, request: GenerateRequest) -> Generation:
+        if self.weights.adapters is None:
+            return await self._asked(request)
+        with self.weights.adapters.naming(request.versions) as (version, name):
+            return await self._asked(request, name, version)
+
+    async def _asked(
+        self, request: GenerateRequest, adapter: str | None = None, version: int | None = None
+    ) -> Generation:
+        """Post the request. adapter: the name of the one that answers it; version: that of its weights."""
         params = {name: value for name, value in request.sampling_params.items() if value is not None}
         handoff = request.handoff
         body = {
@@ -52,6 +61,7 @@ class SglangClient(WatchedEngine, Connection):
             **({f"bootstrap_{name}": value for name, value in asdict(handoff).items()} if handoff else {}),
             **({} if request.priority is None else {"priority": request.priority}),
             **({"extra_key": request.cache_key} if request.cache_key else {}),
+            **({"lora_path": adapter} if adapter else {}),
             **_asking(request),
         }
         # SGLang does not read `continued`, since its random numbers depend on the position in the whole
@@ -63,7 +73,7 @@ class SglangClient(WatchedEngine, Connection):
         answer = (
             await self.post("/generate", body, timeout_s=None, headers=headers, parse=read_answer)
             if request.on_part is None
-            else await self._streamed(request, body, headers)
+            else await self._streamed(request, body, headers, version)
         )
         self._note_answer()
         if self.refits_amid_requests != before and not answer["meta_info"].get("weight_versions"):
@@ -72,10 +82,14 @@ class SglangClient(WatchedEngine, Connection):
                 where=f"request {without_sender(request.rid)}",
                 remedy="set pipeline.on_update=resend",
             )
-        return self._generation(answer, request)
+        return self._generation(answer, request, version)
 
     async def _streamed(
-        self, request: GenerateRequest, body: dict[str, Any], headers: Mapping[str, str]
+        self,
+        request: GenerateRequest,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        version: int | None,
     ) -> Any:
         """Post the request as a stream, report the parts of the answer as they arrive, and return the whole answer.
 
@@ -93,7 +107,7 @@ class SglangClient(WatchedEngine, Connection):
                 if meta["finish_reason"] or ending:
                     continue
                 known = self.refits_amid_requests == before or meta.get("weight_versions")
-                if not (known and request.on_part(self._generation(answer, request))):
+                if not (known and request.on_part(self._generation(answer, request, version))):
                     ending = True
                     await self.abort(request.rid)
         if answer is None or not answer["meta_info"]["finish_reason"]:
@@ -102,8 +116,10 @@ class SglangClient(WatchedEngine, Connection):
             )
         return answer
 
-    def _generation(self, answer: Mapping[str, Any], request: GenerateRequest) -> Generation:
-        """Parse an answer. Raises EngineError if a log-probability is not finite, since no step may train on it, or if the experts
+    def _generation(
+        self, answer: Mapping[str, Any], request: GenerateRequest, version: int | None
+    ) -> Generation:
+        """Parse an answer. version: of all its tokens; None: as the engine says. Raises EngineError if a log-probability is not finite, since no step may train on it, or if the experts
         that were asked for are missing or none of the model's."""
         meta = answer["meta_info"]
         reason = meta["finish_reason"] or {"type": "abort"}  # a part of an answer has no reason
@@ -111,6 +127,8 @@ class SglangClient(WatchedEngine, Connection):
         if finish == "abort" and reason.get("status_code") not in ENDED_AS_ASKED:
             raise EngineLostError(f"{self.engine_id}: {reason.get('message')}")
         spans = meta.get("weight_versions") or [{"start": 0, "version": meta["weight_version"]}]
+        if version is not None:
+            spans = [{"start": 0, "version": version}]
         tokens: OutputTokens = meta["output_token_logprobs"]
         wrong = np.flatnonzero(~np.isfinite(tokens.logprobs))
         if len(wrong):
@@ -178,6 +196,8 @@ class SglangClient(WatchedEngine, Connection):
         self.bootstrap_port = int(settings.get("disaggregation_bootstrap_port") or 0)
         if self._is_paused(settings):
             return None
+        if self.weights.adapters is not None:
+            return await self.weights.adapters.newest()
         info = await self.get("/model_info", INFO_TIMEOUT_S)
         found = _version(info.get("weight_version"))
         return None if found < 0 else found

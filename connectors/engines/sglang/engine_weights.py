@@ -3,9 +3,11 @@
 Owns request bodies and refusals; knows nothing of when an engine is to be updated.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from millrace.connectors.engines.sglang.adapters import NamedAdapters
 from millrace.connectors.engines.sglang.connection import Connection
 from millrace.connectors.engines.sglang.wire.bucket_payload import payload
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
@@ -18,6 +20,7 @@ class SglangWeights:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.flushes = True
+        self.adapters: NamedAdapters | None = None
 
     async def update_from_disk(self, path: str, version: int) -> None:
         body = {"model_path": path, "weight_version": str(version), "flush_cache": self.flushes}
@@ -64,6 +67,13 @@ class SglangWeights:
         if not answer.get("success"):
             raise EngineError(f"{self._connection.engine_id}: {refusal}: {answer.get('message')}")
 
+    def serve_by_name(self) -> None:
+        self.adapters = self.adapters or NamedAdapters(self._connection)
+
+    async def load_adapter(self, folder: str, version: int, oldest: int) -> None:
+        assert self.adapters is not None, "serve_by_name comes first"
+        await self.adapters.load(folder, version, oldest)
+
     async def bracket_update(self, what: Literal["begin", "end"]) -> None:
         """As servers since 0.5.21 require; older ones answer 404."""
         try:
@@ -83,12 +93,15 @@ class SglangWeights:
         return answer
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        body = {
+        body: dict[str, Any] = {
             "input_ids": [list(ids) for ids in prompts],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answers = await self._connection.post("/generate", body)
+        with contextlib.ExitStack() as named:
+            if self.adapters is not None:
+                body["lora_path"] = named.enter_context(self.adapters.naming(None))[1]
+            answers = await self._connection.post("/generate", body)
         shown = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
         return [[float("nan") if value is None else value for value, *_ in each[1:]] for each in shown]

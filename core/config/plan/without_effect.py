@@ -84,6 +84,11 @@ IDLE: tuple[IdleFields | IdleOfItem, ...] = (
         "placement.task_runner pipeline.max_staleness pipeline.reserve pipeline.on_update",
         but="rollout.prompts rollout.samples_per_prompt rollout.sampling.max_new_tokens",
     ),
+    IdleFields(
+        "with sync.lora=names each request keeps its adapter, and no engine pauses",
+        lambda config: config.adapters_by_name,
+        "pipeline.on_update",
+    ),
     IdleFields("algorithm.loss=sft scores and filters nothing", _supervised, "reward filter"),
     IdleFields(
         "the loss of reference answers takes no other term",

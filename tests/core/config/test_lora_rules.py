@@ -175,3 +175,28 @@ def test_the_plan_counts_gradients_optimizer_and_checkpoint_of_the_adapters_alon
     stored = {part.name: part.size for part in plan.disk}
     assert stored["3 checkpoints at most at once"] == 3 * 14 * adapters
     assert stored["1 export"] == 2 * adapters
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ([], []),
+        (["pipeline.ahead=1", "algorithm.correction.kind=truncate"], []),
+        (["trainer.lora=null"], ["sync.lora"]),
+        (["engines.kind=sglang", "trainer.device=cuda"], ["sync.lora"]),
+        (["engines={kind: external, addresses: ['http://127.0.0.1:1']}"], ["sync.lora"]),
+        (["sync.kind=broadcast"], ["sync.lora"]),
+        (["sync.directory='s3://a/b'"], ["sync.lora"]),
+        (["evaluation={background: true, sets: [{name: held, path: held.jsonl}]}"], ["sync.lora"]),
+        (["engines={kind: embedded, count: 2, router: {}}"], ["sync.lora"]),
+        (["placement.task_runner=ray"], ["placement.task_runner"]),
+        (
+            ["pipeline={ahead: 1, on_update: finish}", "algorithm.correction.kind=truncate"],
+            ["sync.lora"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_adapters_by_name_do_not_go_with_is_refused(overrides: list[str], refused: list[str]) -> None:
+    by_name = ["trainer.lora={}", "sync.lora=names", "engines.kind=embedded", "trainer.device=cpu"]
+    assert fields(*by_name, *overrides) == refused

@@ -1,0 +1,257 @@
+"""Adapters that an engine serves by name: each request has the one that it named, beside others in one batch and through loads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from millrace.connectors.engines.client import GenerateRequest, Generation
+from millrace.connectors.engines.embedded.adapters import Adapter, read_adapter
+from millrace.connectors.engines.embedded.model import Decoder, Weights, read_shape, read_tensors
+from millrace.connectors.engines.embedded.sampling import RequestError, SamplingParams
+from millrace.connectors.engines.embedded.slots import Request, Slots
+from millrace.connectors.engines.sglang.client import SglangClient
+from millrace.connectors.trainers.adapters import write_peft
+from millrace.core.config.trainer import Lora
+from millrace.core.errors import EngineError
+from millrace.core.families.adapters import targeted
+from tests.support.engine_process import embedded_engine, peaked_model
+from tests.support.plain_lora import add_pairs
+from tests.support.tiny_models import save_tiny_model
+
+VOCABULARY = 37
+LORA = Lora(rank=3, alpha=6.0)
+PROMPT = [10, 20, 30, 40, 50]
+
+
+def adapters(folder: Path, model: Path, seed: int) -> Path:
+    """A PEFT folder of pairs that change the model's answers."""
+    shape = read_shape(model)
+    draws = torch.Generator().manual_seed(seed)
+
+    def some(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=draws) * 0.3
+
+    found = targeted(shape, LORA.targets)
+    pairs = {one.name: (some(LORA.rank, one.inputs), some(one.outputs, LORA.rank)) for one in found}
+    folder.mkdir()
+    write_peft(folder, pairs, LORA, shape, str(model))
+    return folder
+
+
+def plain(model: Path, folder: Path | None) -> Any:
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if folder is not None:
+        add_pairs(made, folder)
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "glm4", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_rows_of_one_batch_have_the_logits_of_their_own_adapters(tmp_path: Path, family: str) -> None:
+    model = save_tiny_model(tmp_path / family, family, VOCABULARY)
+    shape = read_shape(model)
+    folders = [None, *(adapters(tmp_path / str(seed), model, seed) for seed in (1, 2))]
+    held: list[Adapter | None] = [
+        None if folder is None else read_adapter(folder.name, folder, shape, torch.float32)
+        for folder in folders
+    ]
+    torch.manual_seed(3)
+    text = torch.randint(VOCABULARY, (20,))
+
+    def decoded(which: list[int]) -> torch.Tensor:
+        """Logits after each of the last tokens [steps, requests, V], each request with one of the adapters."""
+        weights = Weights(shape, read_tensors(model, shape, None))
+        slots = Slots(Decoder(weights), max_running=16, max_total_tokens=4096)
+        requests = [
+            Request(
+                str(at),
+                text[:11].tolist(),
+                SamplingParams(max_new_tokens=20),
+                0,
+                lambda _: None,
+                adapter=held[at],
+            )
+            for at in which
+        ]
+        found = [slots.admit(requests)]
+        for step in range(5):
+            for request in requests:
+                request.output.append(int(text[11 + step]))
+            found.append(slots.step())
+        return torch.stack(found)
+
+    together = decoded([0, 1, 2])
+    with torch.no_grad():
+        for at, folder in enumerate(folders):
+            expected = plain(model, folder)(text[None]).logits[0, 10:16]
+            assert float((together[:, at] - expected).abs().max()) < 2e-5
+    assert float((together[:, 1] - together[:, 2]).abs().max()) > 1e-3
+    for at in range(3):
+        assert torch.equal(decoded([at])[:, 0], together[:, at])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return peaked_model(tmp_path_factory.mktemp("peaked") / "model", seed=5)
+
+
+@pytest.fixture(scope="module")
+def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("adapters")
+    return [adapters(place / str(seed), model, seed) for seed in range(4)]
+
+
+@pytest_asyncio.fixture
+async def client(model: Path, tmp_path: Path) -> AsyncIterator[SglangClient]:
+    with embedded_engine(model, "--max-loaded-loras", "3", log=tmp_path / "engine.log") as (url, _):
+        made = SglangClient(url, "engine-0")
+        made.weights.serve_by_name()
+        yield made
+        await made.close()
+
+
+async def ask(
+    client: SglangClient, rid: str = "a", tokens: int = 8, versions: range | None = None
+) -> Generation:
+    params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return await client.generate(
+        GenerateRequest(
+            input_ids=PROMPT, sampling_params=params, rid=rid, progress_timeout_s=60, versions=versions
+        )
+    )
+
+
+def assert_of(model: Path, folder: Path, answer: Generation) -> None:
+    """The answer's log-probabilities are those of the model with these adapters."""
+    ids = [*PROMPT, *answer.output_ids.tolist()]
+    with torch.no_grad():
+        logprobs = plain(model, folder)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [float(logprobs[at - 1, ids[at]]) for at in range(len(PROMPT), len(ids))]
+    assert answer.logprobs.tolist() == pytest.approx(expected, abs=1e-3)
+
+
+async def names(client: SglangClient) -> list[str]:
+    answer = await client.get("/v1/models", 10)
+    return [each["id"] for each in answer["data"] if each["parent"]]
+
+
+async def runs(client: SglangClient) -> None:
+    """Wait until the engine works on a request."""
+    async with asyncio.timeout(60):
+        while True:
+            if (await client.server_info())["load"]["running"]:
+                return
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_a_request_keeps_the_version_that_it_started_with(
+    client: SglangClient, model: Path, folders: list[Path]
+) -> None:
+    assert await client.weight_version() is None
+    with pytest.raises(EngineError, match="the weights alone are not the policy"):
+        await ask(client)
+    await client.weights.load_adapter(str(folders[0]), 0, 0)
+    long = asyncio.create_task(ask(client, "long", 400))
+    await runs(client)
+    await client.weights.load_adapter(str(folders[1]), 1, 0)
+    assert await client.weight_version() == 1
+    assert not long.done()
+    new, old = await ask(client, "new"), await ask(client, "old", versions=range(1))
+    await client.weights.load_adapter(str(folders[2]), 2, 2)  # 1 goes; a request has 0
+    assert len(await names(client)) == 2
+    answer = await long
+    assert [answer.weight_versions, new.weight_versions, old.weight_versions] == [
+        [(0, 0)],
+        [(0, 1)],
+        [(0, 0)],
+    ]
+    for found, folder in ((answer, folders[0]), (new, folders[1]), (old, folders[0])):
+        assert_of(model, folder, found)
+    (scored,) = await client.weights.logprobs([PROMPT])
+    with torch.no_grad():
+        logprobs = plain(model, folders[2])(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    assert scored == pytest.approx(
+        [float(logprobs[at, token]) for at, token in enumerate(PROMPT[1:])], abs=1e-3
+    )
+    await client.weights.load_adapter(str(folders[3]), 3, 3)
+    assert len(await names(client)) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_is_loaded_again_has_another_name_and_what_a_dead_process_left_goes(
+    client: SglangClient, model: Path, folders: list[Path]
+) -> None:
+    await client.weights.load_adapter(str(folders[0]), 7, 5)
+    (first,) = await names(client)
+    await client.weights.load_adapter(str(folders[1]), 7, 5)
+    (second,) = await names(client)
+    assert first != second
+    assert_of(model, folders[1], await ask(client))
+    later = SglangClient(client.url, "engine-0")
+    later.weights.serve_by_name()
+    assert await later.weight_version() is None
+    await later.weights.load_adapter(str(folders[2]), 7, 5)
+    assert second not in await names(client)
+    assert await client.weight_version() is None  # its adapter is gone
+    await later.close()
+
+
+@pytest.mark.asyncio
+async def test_what_does_not_fit_is_refused_and_nothing_changes(
+    client: SglangClient, folders: list[Path], tmp_path: Path
+) -> None:
+    await client.weights.load_adapter(str(folders[0]), 0, 0)
+    kept = await names(client)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text((folders[1] / "adapter_config.json").read_text())
+    stored = load_file(folders[1] / "adapter_model.safetensors")
+    name = next(iter(stored))
+    for tensors, reason in (
+        (
+            {**stored, "base_model.model.model.layers.0.mlp.experts.lora_A.weight": stored[name]},
+            "is of no matrix",
+        ),
+        ({**stored, name: stored[name][:, :-1]}, "is of shape"),
+        ({each: tensor for each, tensor in stored.items() if each != name}, "is missing"),
+    ):
+        save_file(
+            {each: tensor.clone() for each, tensor in tensors.items()},
+            broken / "adapter_model.safetensors",
+        )
+        with pytest.raises(EngineError, match=reason):
+            await client.weights.load_adapter(str(broken), 1, 0)
+    with pytest.raises(EngineError, match="is no folder of adapters"):
+        await client.weights.load_adapter(str(tmp_path), 1, 0)
+    for body, reason in (
+        ({"lora_name": kept[0], "lora_path": str(folders[1])}, "a name stands for one adapter"),
+        ({"lora_name": 3, "lora_path": str(folders[1])}, "lora_name"),
+        ({"lora_name": "a"}, "lora_path"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            await client.post("/load_lora_adapter", body)
+    with pytest.raises(EngineError, match="other is not loaded"):
+        await client.post("/unload_lora_adapter", {"lora_name": "other"})
+    with pytest.raises(EngineError, match="other is not loaded"):
+        await client.post("/generate", {"input_ids": PROMPT, "lora_path": "other"})
+    assert await names(client) == kept
+    for at in (1, 2):
+        await client.weights.load_adapter(str(folders[at]), at, 0)
+    with pytest.raises(EngineError, match="--max-loaded-loras allows no more"):
+        await client.weights.load_adapter(str(folders[3]), 3, 0)
+
+
+def test_a_folder_without_settings_is_no_adapter(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 0, "lora_alpha": 1}))
+    with pytest.raises(RequestError, match="is no folder of adapters"):
+        read_adapter("a", tmp_path, read_shape(model), torch.float32)
