@@ -1,6 +1,6 @@
 """sync_weights: bring the trainer's new weights to the engines; each confirms the version before it serves again.
 
-With sync.max_prompt_gap it also compares engines and trainer.
+With sync.max_prompt_gap, and for adapters by name, it also compares engines and trainer.
 """
 
 import time
@@ -24,7 +24,7 @@ async def sync_weights(ctx: IterationContext) -> SyncWeightsRecord:
     if not ctx.sends:
         kept = ctx.config.pipeline.sent_before(ctx.index) * ctx.config.steps_per_iteration
         return {"version": kept, "phases": {}, "seconds": 0.0}
-    compares = ctx.config.sync.max_prompt_gap is not None
+    compares = ctx.config.compares_texts
     prompts = fixed_prompts(ctx) if compares else []
     expected = await trainer_logprobs(ctx, version, prompts) if compares else []
     async with ctx.runtime.board.weights_change():

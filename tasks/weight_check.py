@@ -1,5 +1,7 @@
 """After a sync, engines and trainer compute log-probabilities of four fixed texts, which shows wrong weights at once.
 
+Of adapters by name it shows also that each engine moved from version to version as the trainer did.
+
 Owns the texts, the comparison and the state of an engine that fails it. Costs a forward pass of the trainer over some hundred
 tokens, and one request to each engine.
 """
@@ -9,7 +11,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import orjson
 
 from millrace.connectors.engines.client import EngineClient
@@ -17,6 +18,7 @@ from millrace.connectors.engines.weight_update import idle
 from millrace.connectors.trainers.rank import HeldOutSample, Rank
 from millrace.core.accounts.staleness import VersionRange
 from millrace.core.errors import WeightsDifferError
+from millrace.core.fixed_texts import Logprobs, mean_gap
 from millrace.tasks.context import IterationContext
 
 TEXTS = (
@@ -26,8 +28,6 @@ TEXTS = (
     "Once upon a time there was a king.",
 )
 LONGEST = 32  # tokens of a text that are compared
-Logprobs = list[list[float]]
-"""For each text: log-probabilities of its tokens after the first."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Compared:
     """Result of a comparison."""
 
     gap: float  # largest mean absolute difference of an engine's log-probabilities; nats a token
-    checksums: dict[str, str]  # hash of an engine's checksums of its tensors, by engine
+    checksums: dict[str, str]  # hash of an engine's checksums of its tensors, by engine; none of adapters
 
 
 def fixed_prompts(ctx: IterationContext) -> list[list[int]]:
@@ -58,31 +58,32 @@ async def compare_engines(
 ) -> Compared:
     """Compare every engine that holds the version. On shared GPUs they take all their memory for it.
 
-    Raises WeightsDifferError for an engine that differs more than sync.max_prompt_gap. The engine then serves no version, so
-    that the next start sends it the weights again.
+    Raises WeightsDifferError for an engine that differs more than sync.max_prompt_gap, or that answers by adapters of an earlier
+    version. The engine then serves no version, so that the next start sends it the weights again.
     """
     limit = ctx.config.sync.max_prompt_gap
-    assert limit is not None, "otherwise nothing is compared"
     engines = (await ctx.runtime.memory.for_engines(VersionRange.only(version))).serving
     found = await asyncio.gather(*(engine.weights.logprobs(prompts) for engine in engines))
     gaps = {engine: mean_gap(expected, logprobs) for engine, logprobs in zip(engines, found, strict=True)}
-    wrong = [engine for engine, gap in gaps.items() if not gap <= limit]
-    if wrong:
+    if limit is not None and (wrong := [engine for engine, gap in gaps.items() if not gap <= limit]):
         for engine in wrong:
             await _forget(engine)
         raise _differs(version, {engine.engine_id: gaps[engine] for engine in wrong}, limit)
+    if ctx.config.adapters_by_name:
+        earlier = ctx.runtime.earlier_versions
+        stale = [engine for engine, at in zip(engines, found, strict=True) if earlier.answer(expected, at)]
+        for engine in stale:
+            await _forget(engine)
+        if stale:
+            raise _stayed(version, [engine.engine_id for engine in stale])
+        earlier.note(expected)
+        return Compared(max(gaps.values(), default=0.0), {})
     sums = await asyncio.gather(*(engine.weights.checksum() for engine in engines))
     checksums = {
         engine.engine_id: hashlib.sha256(orjson.dumps(answer, option=orjson.OPT_SORT_KEYS)).hexdigest()
         for engine, answer in zip(engines, sums, strict=True)
     }
     return Compared(max(gaps.values(), default=0.0), checksums)
-
-
-def mean_gap(one: Logprobs, other: Logprobs) -> float:
-    """Mean absolute difference over all tokens; NaN if an engine gave no number."""
-    pairs = [pair for left, right in zip(one, other, strict=True) for pair in zip(left, right, strict=True)]
-    return float(np.mean([abs(left - right) for left, right in pairs]))
 
 
 async def _forget(engine: EngineClient) -> None:
@@ -96,4 +97,11 @@ def _differs(version: int, gaps: Mapping[str, float], limit: float) -> WeightsDi
         f"after the sync of weight version {version} engines differ from the trainer on four fixed texts: {named} nats a token, "
         f"sync.max_prompt_gap is {limit:g}",
         remedy="start the same command again, which sends the weights again. If it comes again, set sync.kind=disk; if the dtype alone makes the difference, raise sync.max_prompt_gap",
+    )
+
+
+def _stayed(version: int, engines: Sequence[str]) -> WeightsDifferError:
+    return WeightsDifferError(
+        f"after the sync of weight version {version} {', '.join(engines)} answer four fixed texts as an earlier version does",
+        remedy="start the same command again, which sends the adapters again. If it comes again, set sync.lora=merged",
     )

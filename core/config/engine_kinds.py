@@ -29,7 +29,7 @@ class EngineKind:
         return self.runs_on != "elsewhere"
 
 
-SGLANG = EngineKind("sglang", "gpu", "engines.gpus engines.nodes engines.sglang")
+SGLANG = EngineKind("sglang", "gpu", "engines.gpus engines.nodes engines.sglang", names_adapters=True)
 EMBEDDED = EngineKind(
     "embedded",
     "cpu",

@@ -1,14 +1,15 @@
 """Rules of `trainer.lora`."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.run_config import RunConfig
-from millrace.core.families.adapters import USUAL, targeted
+from millrace.core.families.adapters import USUAL, Matrix, targeted
 from millrace.core.families.architecture import Architecture
 
 TARGETS = "trainer.lora.targets"
+PARTNERS = {"q_proj": "v_proj", "v_proj": "q_proj", "k_proj": "q_proj", "up_proj": "gate_proj"}
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
@@ -47,8 +48,8 @@ def by_name_problems(config: RunConfig) -> Iterator[Problem]:
             "sync.lora", "only trainer.lora makes adapters", "leave it out, or set trainer.lora"
         )
     if not all(kind.names_adapters for kind in config.engines.kinds):
-        reason = f"with engines.kind={config.engines.kind} engines may not be embedded ones, which alone serve adapters by name"
-        yield config.problem("sync.lora", reason, f"{merged}, or engines.kind=embedded")
+        reason = f"engines.kind={config.engines.kind} are started by others, and may serve no adapters"
+        yield config.problem("sync.lora", reason, f"{merged}, or let millrace start engines")
     if config.engines.router:
         yield config.problem(
             "sync.lora", "engines.router does not know which engine has which adapter", merged
@@ -67,6 +68,29 @@ def by_name_problems(config: RunConfig) -> Iterator[Problem]:
         yield config.problem("sync.lora", reason, merged)
     if config.sync.by_url:
         yield config.problem("sync.lora", "adapters go by a folder, and sync.directory is a URL", merged)
+    yield from _sglang_problems(config)
+
+
+def _sglang_problems(config: RunConfig) -> Iterator[Problem]:
+    """Ways to run SGLang in which it loads no adapter while it serves, or loses the weights beside the adapters."""
+    e, merged = config.engines, "or sync.lora=merged"
+    if config.engines_sleep:
+        yield config.problem(
+            "placement.offload_engines",
+            "engines lose their weights with their memory, and only adapters are sent to them (sync.lora=names)",
+            f"set it to false, {merged}",
+        )
+    if e.nodes > 1:
+        reason = "adapters by name (sync.lora) are loaded on one node"
+        yield config.problem("engines.nodes", reason, f"leave it out, {merged}")
+    if e.prefill:
+        reason = (
+            "an adapter has another name on each engine (sync.lora=names), and two would answer one request"
+        )
+        yield config.problem("engines.prefill", reason, f"leave it out, {merged}")
+    for name in sorted({"speculative_algorithm", "enable_dp_attention"} & set(e.sglang)):
+        reason = "SGLang does not promise it beside adapters (sync.lora=names)"
+        yield Problem(f"engines.sglang.{name}", e.sglang[name], reason, f"remove it, {merged}")
 
 
 def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
@@ -82,6 +106,12 @@ def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
     elif other is not None:
         reason = f"it matches {other.name}, and adapters of {other.kind} are not supported"
         yield config.problem(TARGETS, reason, "leave it out, or name other matrices")
+    elif config.adapters_by_name and (alone := _alone(found)) is not None:
+        yield config.problem(
+            TARGETS,
+            f"SGLang joins {alone[1]} to {alone[2]}, and {alone[0]} alone matches",
+            "match both, or set sync.lora=merged",
+        )
     elif p.pipeline > 1 and len({matrix.layer for matrix in found}) < arch.layers:
         yield config.problem(
             TARGETS,
@@ -94,6 +124,20 @@ def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
             f"it does not divide the model's {arch.kv_heads} key-value heads, which adapters of trainer.lora need",
             "lower it, or leave queries, keys and values out of trainer.lora.targets",
         )
+
+
+def _alone(found: Sequence[Matrix]) -> tuple[str, str, str] | None:
+    """A matrix without its partner in SGLang's joined layers: its name, its projection and the partner's.
+
+    SGLang fills a missing key or up projection with zeros; of queries and values, and of gates, it takes none alone.
+    """
+    names = {matrix.name for matrix in found}
+    for name in sorted(names):
+        place, _, end = name.rpartition(".")
+        partner = PARTNERS.get(end)
+        if partner is not None and f"{place}.{partner}" not in names:
+            return name, end, partner
+    return None
 
 
 def _pattern(text: str) -> re.Pattern[str] | None:

@@ -14,6 +14,9 @@ SGLANG_OWNED = (
     "node_rank",
     "dist_init_addr",
     "enable_draft_weights_cpu_backup",
+    "max_loras_per_batch",
+    "max_loaded_loras",
+    "lora_strict_loading",
 )
 
 SGLANG_ELSEWHERE = {
@@ -26,6 +29,9 @@ SGLANG_ELSEWHERE = {
     "disaggregation_mode": "engines.prefill",
     "random_seed": "run.seed",
     "enable_return_routed_experts": "rollout.routing_replay",
+    "enable_lora": "sync.lora",
+    "max_lora_rank": "trainer.lora.rank",
+    "lora_target_modules": "trainer.lora.targets",
 }
 
 _BIASED = "tokens would come from another distribution than their log-probabilities"
@@ -35,7 +41,6 @@ _ALONE = "let engines listen on a private address (engines.host)"
 _KEY = f"{_LOCKED}: millrace makes a key for each engine and for the router"
 _PLAIN = f"engines are reached over plain HTTP: {_ALONE}"
 _HTTP = "engines are reached over HTTP"
-_NO_ADAPTER = "the trainer trains all weights, and requests name no adapter"
 
 _OWN_FORMAT = (
     "weights are sent in model.dtype after each step, and a quantized engine takes none of that type"
@@ -56,8 +61,7 @@ SGLANG_REFUSED = {
     "grpc_mode": _HTTP,
     "smg_grpc_mode": _HTTP,
     "preferred_sampling_params": "samples would not record its changes: every request has rollout.sampling",
-    "enable_lora": _NO_ADAPTER,
-    "lora_paths": _NO_ADAPTER,
+    "lora_paths": "requests name no adapter, or one that the trainer made (sync.lora)",
     "tokenizer_worker_num": "SGLang then takes no key, and millrace gives each engine one; prompts come as tokens anyway",
     "pp_size": "all GPUs of an engine (engines.gpus) share each layer, and none is left for another stage",
 }

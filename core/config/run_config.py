@@ -220,6 +220,12 @@ class RunConfig(Section):
         return self.pipeline.staleness + 2 if self.adapters_by_name else 0
 
     @property
+    def compares_texts(self) -> bool:
+        """Whether engines and trainer are compared on fixed texts after a sync. Engines score them at temperature 1 alone."""
+        by_name = self.adapters_by_name and self.rollout.sampling.temperature == 1
+        return by_name or self.sync.max_prompt_gap is not None
+
+    @property
     def _on_gpus(self) -> bool:
         """Whether trainer and engines work on GPUs, as far as a configuration tells."""
         return all(kind.runs_on == "gpu" for kind in self.engines.kinds) and self.trainer.device != "cpu"

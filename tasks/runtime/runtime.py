@@ -11,6 +11,7 @@ from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.teachers.served_teacher import ServedTeacher
 from millrace.core.config import RunConfig
+from millrace.core.fixed_texts import EarlierVersions
 from millrace.core.sharding import Share
 from millrace.tasks.generation.admission import Places, places_of
 from millrace.tasks.runtime.cluster import Cluster
@@ -34,6 +35,7 @@ class Runtime:
         self.recovery = Recovery()
         # rounding floor of the model, nats a token; None: not known yet
         self.rounding_floor: float | None = None
+        self.earlier_versions = EarlierVersions()
         self.prompts = Prompts(config, self.run_folder)
         self.scoring = Scoring(config)
         server = config.algorithm.teacher_server

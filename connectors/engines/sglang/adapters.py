@@ -21,45 +21,65 @@ class NamedAdapters:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._names: dict[int, str] = {}  # by version
+        self._versions: dict[str, int] = {}  # by name, in the order of loading
         self._in_flight: Counter[str] = Counter()
         self._oldest = 0  # that a request may still take
+
+    @property
+    def _names(self) -> dict[int, str]:
+        """The name that new requests for a version get."""
+        return {version: name for name, version in self._versions.items()}
 
     async def load(self, folder: str, version: int, oldest: int) -> None:
         """Load a PEFT folder as a version, then unload those before `oldest` that no request names.
 
-        Before the first load it unloads what an earlier process left. Raises EngineError if the engine refuses the folder.
+        Before the first load it ends the requests of an earlier process, and unloads its adapters. Raises EngineError if the engine
+        refuses the folder.
         """
-        if not self._names:
-            for name in await self._listed():
-                await self._unload(name)
+        if not self._versions:
+            await self._clear()
         await self._retire()  # what requests had at the last load
         name = f"v{version}-{secrets.token_hex(4)}"
         await self._post(
             "/load_lora_adapter", {"lora_name": name, "lora_path": folder}, f"did not load version {version}"
         )
-        replaced = self._names.get(version)
-        self._names[version] = name
-        if replaced is not None:
-            await self._unload(replaced)
+        self._versions[name] = version
         self._oldest = oldest
         await self._retire()
 
+    async def _clear(self) -> None:
+        """Unload all that the engine has."""
+        left = await self._listed()
+        if left:
+            await self._connection.post("/abort_request", {"abort_all": True})
+        for name in left:
+            await self._unload(name)
+
+    def forget(self) -> None:
+        """Name nothing that the engine has: no request goes to it before the next load."""
+        self._versions.clear()
+
     async def _retire(self) -> None:
-        """Unload versions that no request may take, and that none has."""
-        for version, name in list(self._names.items()):
-            if version < self._oldest and not self._in_flight[name]:
-                del self._names[version]
+        """Unload versions that no request may take, and that none has.
+
+        Never one that a request has: SGLang lets the call wait for the request, and the next load for the call.
+        """
+        current = self._names
+        for name, version in list(self._versions.items()):
+            taken = version >= self._oldest and current[version] == name
+            if not taken and not self._in_flight[name]:
+                del self._versions[name]
                 await self._unload(name)
 
     async def newest(self) -> int | None:
         """The newest version, if the engine still has it."""
-        if not self._names:
+        names = self._names
+        if not names:
             return None
-        version = max(self._names)
-        if self._names[version] in await self._listed():
+        version = max(names)
+        if names[version] in await self._listed():
             return version
-        self._names.clear()
+        self.forget()
         return None
 
     @contextlib.contextmanager
@@ -68,13 +88,14 @@ class NamedAdapters:
 
         Raises EngineError if none of them is loaded.
         """
-        allowed = [version for version in self._names if versions is None or version in versions]
+        names = self._names
+        allowed = [version for version in names if versions is None or version in versions]
         if not allowed:
             raise EngineError(
                 f"{self._connection.engine_id}: has no adapter of the versions that a request may take, and the weights alone are not the policy"
             )
         version = max(allowed)
-        name = self._names[version]
+        name = names[version]
         self._in_flight[name] += 1
         try:
             yield version, name

@@ -241,6 +241,8 @@ class SglangClient(WatchedEngine, Connection):
             await self.post("/stop_profile", {})
 
     async def forget_version(self) -> None:
+        if self.weights.adapters is not None:
+            self.weights.adapters.forget()
         body = {"new_version": FORGOTTEN, "abort_all_requests": False}
         await self.post("/update_weight_version", body)
 

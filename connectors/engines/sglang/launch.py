@@ -24,6 +24,9 @@ from millrace.connectors.engines.sglang.server_args import (
 from millrace.core.config import RunConfig
 from millrace.core.config.engines import LOOPBACK
 from millrace.core.errors import ConfigError
+from millrace.core.families.adapters import targeted
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
 
 ROUTER_MISSING = (
     "sglang-router is not installed",
@@ -95,11 +98,27 @@ def sglang_command(
             command.append("--enable-draft-weights-cpu-backup")
     if config.rollout.routing_replay:
         command.append("--enable-return-routed-experts")
+    if config.adapters_by_name:
+        command += _adapter_options(config, model)
     if e.prefill:
         command += ["--disaggregation-mode", "prefill" if index < e.prefill else "decode"]
         if index < e.prefill:
             command += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     return command + _options({**decode_graphs(e.sglang, config.rollout.max_concurrency), **e.sglang})
+
+
+def _adapter_options(config: RunConfig, model: str) -> list[str]:
+    """Options for adapters by name.
+
+    Strict, since SGLang otherwise serves an adapter without the tensors that it cannot place. It has as many slots as versions, and
+    no limit of loaded ones, beyond which it would unload the adapter that was named least recently.
+    """
+    lora = config.trainer.lora
+    assert lora is not None
+    found = targeted(architecture(read_hf_config(model)), lora.targets)
+    ends = sorted({matrix.name.rpartition(".")[2] for matrix in found})
+    command = ["--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(lora.rank)]
+    return [*command, "--max-loras-per-batch", str(config.adapter_slots), "--lora-target-modules", *ends]
 
 
 def router_command(config: RunConfig, port: int, metrics_port: int) -> list[str]:

@@ -27,12 +27,13 @@ from tests.support.engine_process import embedded_engine, reference_logprobs
 
 GIVEN = os.environ.get("MILLRACE_ENGINE_URL", "").rstrip("/")
 TIMEOUT_S = 120
+OPTIONS = ("--weight-version", "0", "--max-loaded-loras", "3")
 Starts = Callable[[Path, Path], AbstractContextManager[Engine]]
 
 
 @contextmanager
 def embedded(model: Path, folder: Path) -> Iterator[Engine]:
-    with embedded_engine(model, "--weight-version", "0", log=folder / "engine.log") as (url, _):
+    with embedded_engine(model, *OPTIONS, log=folder / "engine.log") as (url, _):
         yield Engine(EMBEDDED, url, None, SglangClient, model, 0, reference_logprobs)
 
 

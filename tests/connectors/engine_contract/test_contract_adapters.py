@@ -1,0 +1,140 @@
+"""What a client promises of adapters by name: a request keeps its version through loads, and no request goes without a name."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from millrace.connectors.trainers.adapters import merged, write_peft
+from millrace.core.config.trainer import Lora
+from millrace.core.errors import EngineError
+from millrace.core.families.adapters import targeted
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
+from tests.support.contract import LONG, PROMPT, Contract
+from tests.support.engine_process import CLOSE
+
+LORA = Lora(rank=8, alpha=16.0)
+PLENTY = {**LONG, "temperature": 0.0, "max_new_tokens": 600}
+
+
+def adapters_of(model: Path, folder: Path, seed: int) -> Path:
+    """Random adapters of a model as a PEFT folder, and beside them `merged`, the model to which they are added."""
+    shape, draws = architecture(read_hf_config(str(model))), torch.Generator().manual_seed(seed)
+
+    def some(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=draws) * 0.1
+
+    found = targeted(shape, LORA.targets)
+    pairs = {one.name: (some(LORA.rank, one.inputs), some(one.outputs, LORA.rank)) for one in found}
+    shutil.copytree(model, folder / "merged")
+    tensors = load_file(model / "model.safetensors")
+    whole = {f"{name}.weight": merged(tensors[f"{name}.weight"], pair, 2.0) for name, pair in pairs.items()}
+    save_file({**tensors, **whole}, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
+    write_peft(folder, pairs, LORA, shape, str(model))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("adapters")
+    return [adapters_of(tiny_model, place / str(seed), seed) for seed in range(4)]
+
+
+async def by_name(on: Contract) -> None:
+    """Let the engine's client name adapters; the engine has none at first."""
+    if not on.kind.names_adapters:
+        pytest.skip("it serves no adapters")
+    if on.engine.given and not (await on.client.server_info()).get("enable_lora"):
+        pytest.skip("SGLang was not started with --enable-lora")
+    on.client.weights.serve_by_name()
+
+
+async def test_adapters_are_refused_if_the_engine_serves_none(on: Contract) -> None:
+    if on.kind.names_adapters:
+        pytest.skip("the other tests load some")
+    with pytest.raises(EngineError, match=r"engine-0: .*adapters"):
+        on.client.weights.serve_by_name()
+    with pytest.raises(EngineError, match=r"engine-0: .*adapters"):
+        await on.client.weights.load_adapter("/nowhere", 1, 0)
+
+
+async def test_a_request_keeps_the_version_that_it_started_with(on: Contract, folders: list[Path]) -> None:
+    await by_name(on)
+    load = on.client.weights.load_adapter
+    with pytest.raises(EngineError, match="the weights alone are not the policy"):
+        await on.ask()
+    await load(str(folders[0]), 0, 0)
+    (long,) = await on.begun("long", **PLENTY)
+    await load(str(folders[1]), 1, 0)
+    assert await on.client.weight_version() == 1
+    assert not long.done()
+    new, old = await on.ask("new"), await on.ask("old", versions=range(1))
+    await load(str(folders[2]), 2, 2)  # 1 goes; a request has 0
+    assert not long.done()
+    answers = [(old, 0), (new, 1), (await on.ask("newest"), 2), (await long, 0)]
+    assert len(long.result().output_ids) == PLENTY["max_new_tokens"]
+    for answer, version in answers:
+        assert answer.weight_versions == [(0, version)]
+        assert on.is_of(folders[version] / "merged", answer)
+    assert not on.is_of(on.engine.model, new)
+    with pytest.raises(EngineError, match="no adapter of the versions"):
+        await on.ask(versions=range(1, 2))
+    (scored,) = await on.client.weights.logprobs([PROMPT])
+    assert scored == pytest.approx(
+        on.engine.reference(folders[2] / "merged", PROMPT[:1], PROMPT[1:]), abs=CLOSE
+    )
+    await load(str(folders[3]), 3, 3)  # only now 0 and 2 may go
+    assert on.is_of(folders[3] / "merged", await on.ask("last"))
+
+
+async def test_a_version_that_is_loaded_again_is_another_adapter(on: Contract, folders: list[Path]) -> None:
+    await by_name(on)
+    await on.client.weights.load_adapter(str(folders[0]), 7, 5)
+    (long,) = await on.begun("long", **PLENTY)
+    await on.client.weights.load_adapter(str(folders[1]), 7, 5)
+    again = await on.ask("again")
+    assert on.is_of(folders[1] / "merged", again)
+    assert on.is_of(folders[0] / "merged", await long)
+    await on.client.forget_version()
+    assert await on.client.weight_version() is None
+    with pytest.raises(EngineError, match="the weights alone are not the policy"):
+        await on.ask()
+
+
+async def test_what_a_dead_process_left_goes(on: Contract, folders: list[Path]) -> None:
+    await by_name(on)
+    await on.client.weights.load_adapter(str(folders[0]), 7, 5)
+    (left,) = await on.begun("left", **PLENTY)
+    later = on.engine.connect(on.engine.url, "engine-0", on.engine.key)
+    later.weights.serve_by_name()
+    assert await later.weight_version() is None
+    async with asyncio.timeout(60):
+        await later.weights.load_adapter(str(folders[1]), 7, 5)
+    assert (await left).finish == "abort"
+    assert await later.weight_version() == 7
+    assert await on.client.weight_version() is None  # its adapter is gone
+    await later.close()
+
+
+async def test_a_folder_that_does_not_fit_is_refused_and_what_is_served_stays(
+    on: Contract, folders: list[Path], tmp_path: Path
+) -> None:
+    await by_name(on)
+    await on.client.weights.load_adapter(str(folders[0]), 3, 3)
+    wide = tmp_path / "wide"
+    shape = architecture(read_hf_config(str(on.engine.model)))
+    (one, *_) = targeted(shape, LORA.targets)
+    pair = torch.ones(LORA.rank + 1, one.inputs), torch.ones(one.outputs, LORA.rank + 1)
+    wide.mkdir()
+    write_peft(wide, {one.name: pair}, Lora(rank=LORA.rank + 1, alpha=16.0), shape, "base")
+    for folder in (wide, tmp_path / "nowhere"):
+        with pytest.raises(EngineError, match="engine-0"):
+            await on.client.weights.load_adapter(str(folder), 4, 3)
+    assert await on.client.weight_version() == 3
+    assert on.is_of(folders[0] / "merged", await on.ask())
