@@ -6,12 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.flow_runs import Workplace, failures, generated, trained
+from tests.support.flow_runs import (
+    Workplace,
+    failures,
+    generated,
+    sync_records,
+    trained,
+    versions_of_samples,
+)
 
 LORA = ("trainer.lora={rank: 4, alpha: 8}", "algorithm.kl_coef=0.05")
 LATER = {  # modes in which weights change amid requests, or travel another way
@@ -109,22 +115,6 @@ NAMES = (*LORA, "sync.lora=names", "engines.kind=embedded", "trainer.device=cpu"
 LATE = ("pipeline.ahead=1", "algorithm.correction.kind=truncate")
 
 
-def versions(run: Path) -> list[list[int]]:
-    """Of each generated sample the versions that made its tokens."""
-    columns = [
-        pq.read_table(path, columns=["policy_versions"])["policy_versions"].to_pylist()
-        for path in sorted(run.glob("iterations/*/rollouts/part-*.parquet"))
-    ]
-    return [[span["version"] for span in spans] for column in columns for spans in column if spans]
-
-
-def phases(run: Path) -> list[dict[str, float]]:
-    records = [
-        json.loads(path.read_text()) for path in sorted(run.glob("iterations/*/results/sync_weights.json"))
-    ]
-    return [json.loads(record["result"])["phases"] for record in records]
-
-
 @pytest.mark.parametrize("ahead", [(), LATE], ids=["in turn", "ahead"])
 def test_engines_serve_each_version_by_its_name_and_never_pause(
     workplace: Workplace, tmp_path: Path, ahead: tuple[str, ...]
@@ -132,8 +122,8 @@ def test_engines_serve_each_version_by_its_name_and_never_pause(
     out = workplace.train(tmp_path, *NAMES, *ahead, "sync.max_prompt_gap=0.001")
     run = tmp_path / "a"
     assert not failures(run), out
-    assert all(phase.keys() == {"export", "load"} for phase in phases(run))
-    found = versions(run)
+    assert all(record["phases"].keys() == {"export", "load"} for record in sync_records(run))
+    found = versions_of_samples(run)
     assert {len(each) for each in found} == {1}
     assert len({each[0] for each in found}) > 1
     gaps = [step["logprob_gap_mean"] for step in steps(run) if "logprob_gap_limit" in step]

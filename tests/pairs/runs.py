@@ -19,7 +19,7 @@ import yaml
 from tests.pairs.features import BUCKET, ENGINE, STORED, TEACHER, WEIGHTS
 from tests.pairs.outcomes import together, whole
 from tests.support import mcp_server
-from tests.support.flow_runs import Workplace
+from tests.support.flow_runs import Workplace, sync_records
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,7 @@ class Left:
     @cached_property
     def syncs(self) -> list[dict[str, Any]]:
         """The records of the syncs that sent weights."""
-        paths = sorted(self.folder.glob("iterations/*/results/sync_weights.json"))
-        records = [json.loads(json.loads(path.read_text())["result"]) for path in paths]
-        return [record for record in records if record["phases"]]
+        return [record for record in sync_records(self.folder) if record["phases"]]
 
     @cached_property
     def batches(self) -> list[list[dict[str, Any]]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.distances import distance
 
@@ -127,6 +128,34 @@ def totals(rank: Any, routing: str) -> dict[str, float]:
     far = max(distance(total, 2 * grad.float()) for total, grad in zip(sums, grads, strict=True))
     rank.learner.policy.zero_grad()
     return {"far": far, "marked": marked, "parameters": len(given.parameters)}
+
+
+class _Products(TorchDispatchMode):
+    """Counts grouped products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += call is torch.ops.aten._grouped_mm.default
+        return call(*args, **(kwargs or {}))
+
+
+def frozen(rank: Any) -> dict[str, Any]:
+    """Grouped products of both passes of experts that train and of frozen ones, and whether their other gradients are equal."""
+    from millrace.connectors.trainers.megatron.model.experts import mixture
+
+    given, products, grads = Mixture(rank, "random"), [], []
+    for trains in (True, False):
+        for parameter in given.parameters:
+            parameter.requires_grad_(trains)
+        with _Products() as counted:
+            out = mixture(given.x, given.weights, given.chosen, given.experts)
+            inputs = [given.x, given.weights, *(given.parameters if trains else [])]
+            grads.append(torch.autograd.grad(out, inputs, given.grad)[:2])
+        products.append(counted.count)
+    for parameter in given.parameters:
+        parameter.requires_grad_(True)
+    return {"products": products, "equal": all(map(torch.equal, *grads))}
 
 
 def in_place(rank: Any) -> dict[str, bool]:

@@ -226,3 +226,20 @@ def final_weights(run: Path) -> bytes:
     """The bytes of the last Hugging Face export."""
     newest = sorted((run / "exports").iterdir())[-1]
     return (newest / "model.safetensors").read_bytes()
+
+
+def versions_of_samples(run: Path) -> list[list[int]]:
+    """Of each generated sample the versions that made its tokens."""
+    import pyarrow.parquet as pq
+
+    columns = [
+        pq.read_table(path, columns=["policy_versions"])["policy_versions"].to_pylist()
+        for path in sorted(run.glob("iterations/*/rollouts/part-*.parquet"))
+    ]
+    return [[span["version"] for span in spans] for column in columns for spans in column if spans]
+
+
+def sync_records(run: Path) -> list[dict[str, Any]]:
+    """What each sync recorded, in order."""
+    paths = sorted(run.glob("iterations/*/results/sync_weights.json"))
+    return [json.loads(json.loads(path.read_text())["result"]) for path in paths]

@@ -199,8 +199,14 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
     if tokens is None or layout.engine_kind.sizes_cache:
         tokens = config.rollout.max_concurrency * longest
         waits = ", all that may be in flight: what finds no room waits"
+    parts = [MemoryPart(f"weights, {config.dtype}", shape.parameters * width // devices)]
+    if config.adapters_by_name:
+        lora, slots = config.trainer.lora, config.adapter_slots
+        assert lora is not None
+        one = sum(parameters_of(each, lora.rank, devices) for each in targeted(shape, lora.targets))
+        parts.append(MemoryPart(f"adapters of {slots} versions", slots * one * width))
     return [
-        MemoryPart(f"weights, {config.dtype}", shape.parameters * width // devices),
+        *parts,
         MemoryPart(
             f"KV cache of {tokens} tokens{waits}",
             tokens * shape.kv_bytes(width, devices, latents=layout.engine_kind.name != "embedded"),

@@ -89,5 +89,13 @@ def test_weights_and_totals_are_read_where_they_lie(group: Group) -> None:
     assert group.run(expert_checks.in_place) == [{"weights": True, "gradients": True}]
 
 
+def test_frozen_experts_compute_no_gradients_of_their_weights(group: Group, case: Case) -> None:
+    (found,) = group.run(expert_checks.frozen)
+    trained, frozen = found["products"]
+    biases = 2 if case.kind == "gpt_oss" else 0  # whose gradients are grouped products too
+    assert (trained, frozen) == (6 + biases, 4)
+    assert found["equal"]
+
+
 def test_the_map_of_a_router_gives_ascending_experts(group: Group) -> None:
     assert group.run(expert_checks.routers_choose) == [True]

@@ -63,6 +63,24 @@ def test_engines_that_keep_their_memory_leave_the_trainer_the_same_share() -> No
     assert "--enable-memory-saver" not in kept
 
 
+def test_adapters_by_name_have_a_slot_a_version_and_are_loaded_strictly(tiny_model: Path) -> None:
+    lora = {"rank": 16, "targets": r"model\.layers\.1\.(self_attn\.(q|v)|mlp\.(gate|up|down))_proj"}
+    by_name = {"trainer": {"lora": lora, "device": "cuda"}, "sync": {"lora": "names"}}
+    engines = {"kind": "sglang", "sglang": {"lora_backend": "triton"}}
+    ahead = {"pipeline": {"ahead": 2}, "algorithm": {"correction": {"kind": "truncate"}}}
+    config = fleet_config(tiny_model, engines=engines, **by_name, **ahead)
+    line = sglang_command(config, str(tiny_model), 4000, 0, 5000, Path("/keys.yaml"))
+    assert {"--enable-lora", "--lora-strict-loading"} <= set(line)
+    assert value(line, "--max-lora-rank") == "16"
+    assert value(line, "--max-loras-per-batch") == "4"
+    assert value(line, "--lora-backend") == "triton"
+    at = line.index("--lora-target-modules") + 1
+    assert line[at : at + 5] == ["down_proj", "gate_proj", "q_proj", "up_proj", "v_proj"]
+    assert line[at + 5].startswith("--")
+    merged = fleet_config(tiny_model, engines=engines, trainer=by_name["trainer"])
+    assert "--enable-lora" not in sglang_command(merged, str(tiny_model), 4000, 0, 5000, Path("/keys.yaml"))
+
+
 def test_engines_meet_where_their_servers_listen() -> None:
     assert sglang_environment({}, "127.0.0.1", 60)["UCX_NET_DEVICES"] == "lo"
     elsewhere = sglang_environment({"PATH": "p"}, "192.0.2.7", 60)

@@ -25,6 +25,7 @@ from tests.core.config.test_rules import fields
 from tests.support.qwen3 import QWEN3_06B
 
 LORA = "trainer.lora={rank: 4, alpha: 8}"
+ON_GPUS = ("engines.kind=sglang", "trainer.device=cuda")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,10 @@ def test_the_plan_counts_gradients_optimizer_and_checkpoint_of_the_adapters_alon
     stored = {part.name: part.size for part in plan.disk}
     assert stored["3 checkpoints at most at once"] == 3 * 14 * adapters
     assert stored["1 export"] == 2 * adapters
+    assert not any("versions" in part.name for part in plan.engine_memory)
+    by_name = make_plan(test_plan.config(tmp_path, *changes, "sync.lora=names"), gpus=1)
+    served = {part.name: part.size for part in by_name.engine_memory}
+    assert served["adapters of 2 versions"] == 2 * 2 * adapters
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,21 @@ def test_the_plan_counts_gradients_optimizer_and_checkpoint_of_the_adapters_alon
         ([], []),
         (["pipeline.ahead=1", "algorithm.correction.kind=truncate"], []),
         (["trainer.lora=null"], ["sync.lora"]),
-        (["engines.kind=sglang", "trainer.device=cuda"], ["sync.lora"]),
+        (["engines.kind=sglang", "trainer.device=cuda"], []),
+        ([*ON_GPUS, "engines.prefill=1", "engines.count=2"], ["engines.prefill"]),
+        (
+            [*ON_GPUS, "engines.nodes=2", "engines.gpus=2", "placement.tensor_over_hosts=true"],
+            ["engines.nodes"],
+        ),
+        ([*ON_GPUS, "placement.colocate=true"], ["placement.offload_engines"]),
+        ([*ON_GPUS, "placement={colocate: true, offload_engines: false}"], []),
+        (
+            [*ON_GPUS, "engines.sglang={speculative_algorithm: NGRAM, lora_backend: triton}"],
+            ["engines.sglang.speculative_algorithm"],
+        ),
+        ([*ON_GPUS, "engines.sglang.enable_dp_attention=true"], ["engines.sglang.enable_dp_attention"]),
+        ([*ON_GPUS, "engines.sglang.max_lora_rank=8"], ["engines.sglang.max_lora_rank"]),
+        ([*ON_GPUS, "engines.sglang.max_loras_per_batch=8"], ["engines.sglang.max_loras_per_batch"]),
         (["engines={kind: external, addresses: ['http://127.0.0.1:1']}"], ["sync.lora"]),
         (["sync.kind=broadcast"], ["sync.lora"]),
         (["sync.directory='s3://a/b'"], ["sync.lora"]),
@@ -200,3 +219,26 @@ def test_the_plan_counts_gradients_optimizer_and_checkpoint_of_the_adapters_alon
 def test_what_adapters_by_name_do_not_go_with_is_refused(overrides: list[str], refused: list[str]) -> None:
     by_name = ["trainer.lora={}", "sync.lora=names", "engines.kind=embedded", "trainer.device=cpu"]
     assert fields(*by_name, *overrides) == refused
+
+
+@pytest.mark.parametrize(
+    ("targets", "alone"),
+    [
+        (r".*self_attn\.(q|v)_proj", ""),
+        (r".*self_attn\.(q|k|v|o)_proj", ""),
+        (r".*self_attn\.o_proj", ""),
+        (r".*mlp\.gate_proj", ""),
+        (r".*self_attn\.q_proj", "q_proj to v_proj"),
+        (r".*self_attn\.(k|v)_proj", "k_proj to q_proj"),
+        (r".*self_attn\.v_proj", "v_proj to q_proj"),
+        (r".*(layers\.0\.self_attn\.q|self_attn\.v)_proj", "v_proj to q_proj"),
+        (r".*mlp\.(up|down)_proj", "up_proj to gate_proj"),
+    ],
+)
+def test_what_sglang_joins_has_adapters_together_if_they_go_by_name(targets: str, alone: str) -> None:
+    made = config(targets)
+    assert refusals(made, DENSE) == []
+    by_name = made.model_copy(update={"sync": made.sync.model_copy(update={"lora": "names"})})
+    found = refusals(by_name, DENSE)
+    assert [field for field, _ in found] == (["trainer.lora.targets"] if alone else [])
+    assert all(alone in reason for _, reason in found)

@@ -115,22 +115,34 @@ class _Grouped(torch.autograd.Function):
         of_rows = in_rows(weights, rows)
         of_activated = grouped_mm(grad, _together(second), offs=rows.ends)
         of_inner, activated, dots = _gate_backward(inner, of_activated, of_rows, settings.limit)
-        made = [*_added(second, grouped_mm(grad.mT, activated, offs=rows.ends), settings)]
         if biases:
-            second_bias = _together(biases[1])
-            dots = dots + (grad.to(dots.dtype) * second_bias[rows.groups]).sum(-1)
-            bias_grads = [
-                *_added(biases[0], _sums(of_inner, torch.ones_like(of_rows), rows), settings),
-                *_added(biases[1], _sums(grad, of_rows, rows), settings),
-            ]
-        else:
-            bias_grads = []
-        del grad, activated, of_activated
+            dots = dots + (grad.to(dots.dtype) * _together(biases[1])[rows.groups]).sum(-1)
+        of_parameters: list[Tensor | None] = [None] * len(ctx.parameters)
+        if first[0].requires_grad:  # else all are frozen: adapters of other layers train
+            seconds = _added(second, grouped_mm(grad.mT, activated, offs=rows.ends), settings)
+            of_biases = _bias_grads(biases, grad, of_inner, of_rows, rows, settings) if biases else []
+            del activated, of_activated
+            taken = take_rows(x, rows.tokens)
+            firsts = _added(first, grouped_mm(of_inner.mT, taken, offs=rows.ends), settings)
+            of_parameters = [*firsts, *seconds, *of_biases]
+            del grad, taken
         of_x = sum_rows(grouped_mm(of_inner, _together(first), offs=rows.ends), rows.places)
-        first_grads = _added(
-            first, grouped_mm(of_inner.mT, take_rows(x, rows.tokens), offs=rows.ends), settings
-        )
-        return of_x, dots[rows.places].to(weights.dtype), None, None, *first_grads, *made, *bias_grads
+        return of_x, dots[rows.places].to(weights.dtype), None, None, *of_parameters
+
+
+def _bias_grads(
+    biases: list[Sequence[Tensor]],
+    grad: Tensor,
+    of_inner: Tensor,
+    of_rows: Tensor,
+    rows: ExpertRows,
+    settings: Settings,
+) -> list[Tensor | None]:
+    """Gradients of both biases, of outputs' gradients [R, H] and of those of the activation's inputs [R, 2 h]."""
+    return [
+        *_added(biases[0], _sums(of_inner, torch.ones_like(of_rows), rows), settings),
+        *_added(biases[1], _sums(grad, of_rows, rows), settings),
+    ]
 
 
 def _kinds(parameters: Sequence[Tensor], experts: int) -> list[Sequence[Tensor]]:
