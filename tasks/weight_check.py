@@ -73,7 +73,7 @@ async def compare_engines(
         earlier = ctx.runtime.earlier_versions
         stale = [engine for engine, at in zip(engines, found, strict=True) if earlier.answer(expected, at)]
         for engine in stale:
-            await _forget(engine)
+            await engine.forget_version()
         if stale:
             raise _stayed(version, [engine.engine_id for engine in stale])
         earlier.note(expected)

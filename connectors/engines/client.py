@@ -113,8 +113,12 @@ class EngineWeights(Protocol):
     ) -> None:
         """Load one bucket that rank 0 of a group broadcasts at the same time; the last carries the version."""
 
-    def serve_by_name(self) -> None:
-        """From now on each request names an adapter: the newest version that it may take, all tokens of which are of that version."""
+    def serve_by_name(self, owner: str, *, alone: bool) -> None:
+        """From now on each request names an adapter: the newest version that it may take, all tokens of which are of that version.
+
+        owner: starts the names of this run's adapters, others are left alone. alone: no other run uses the engine, so that requests
+        which it still has when a run begins are a dead process's. Raises EngineError if the engine serves no adapters.
+        """
 
     async def load_adapter(self, folder: str, version: int, oldest: int) -> None:
         """Load a PEFT folder as a version, while requests go on; unload versions before `oldest` that no request has."""

@@ -55,8 +55,9 @@ class Fleet:
         router: Callable[[], Awaitable[RouterHandle]] | None = None,
         make_room: Callable[[], Awaitable[None]] | None = None,
         connect: Connect | None = None,
+        owner: str = "run",
     ) -> None:
-        """connect: makes a client, by default of the configured kind of engine.
+        """connect: makes a client, by default of the configured kind of engine. owner: names the run where several share an engine.
 
         `make_room` is called before an engine's process starts, since SGLang sizes its KV cache by the free memory.
 
@@ -69,6 +70,7 @@ class Fleet:
         self._handle = handle
         self._make_room = make_room
         self._connect = connect or connect_to(config.engines)
+        self._owner = owner
         self._handles: dict[int, EngineHandle] = {}
         self._clients: dict[int, EngineClient] = {}
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
@@ -161,7 +163,7 @@ class Fleet:
             await self._drop(index, died=health is not EngineState.STARTING)
             self._clients[index] = client = self._connect(url, f"engine-{index}", key)
             if self.config.adapters_by_name:
-                client.weights.serve_by_name()
+                client.weights.serve_by_name(self._owner, alone=self.config.engines.started)
             if health is not EngineState.STARTING:  # found running, or restarted by another process
                 self._record_event(index, EngineEvent.STARTED)
         elif self._health[index].state is EngineState.DEAD:

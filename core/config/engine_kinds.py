@@ -20,7 +20,6 @@ class EngineKind:
     transports: frozenset[Transport] = frozenset({"disk", "ipc", "broadcast"})  # ways to give it new weights
     has_grammar: bool = True  # whether it can hold answers to a grammar: json_schema, regex, ebnf
     prefills_apart: bool = True  # whether one can prefill and another decode (engines.prefill)
-    names_adapters: bool = False  # whether it serves adapters by name (sync.lora)
     sizes_cache: bool = True  # its KV cache fills the memory that it has; else its section says the size
 
     @property
@@ -29,7 +28,7 @@ class EngineKind:
         return self.runs_on != "elsewhere"
 
 
-SGLANG = EngineKind("sglang", "gpu", "engines.gpus engines.nodes engines.sglang", names_adapters=True)
+SGLANG = EngineKind("sglang", "gpu", "engines.gpus engines.nodes engines.sglang")
 EMBEDDED = EngineKind(
     "embedded",
     "cpu",
@@ -37,7 +36,6 @@ EMBEDDED = EngineKind(
     transports=frozenset({"disk", "broadcast"}),
     has_grammar=False,
     prefills_apart=False,
-    names_adapters=True,
     sizes_cache=False,
 )
 EXTERNAL = EngineKind("external", "elsewhere")

@@ -68,7 +68,7 @@ def _external(config: RunConfig, e: ExternalEngines) -> Iterator[Problem]:
             "engines.kind=external needs the URL of each engine, once",
             "give URLs as in http://host:30000",
         )
-    loads_folders = config.sync_kind == "disk"
+    loads_folders = config.sync_kind == "disk" or config.adapters_by_name
     if loads_folders and config.sync.by_url:
         yield config.problem(
             "sync.directory",

@@ -47,9 +47,6 @@ def by_name_problems(config: RunConfig) -> Iterator[Problem]:
         yield config.problem(
             "sync.lora", "only trainer.lora makes adapters", "leave it out, or set trainer.lora"
         )
-    if not all(kind.names_adapters for kind in config.engines.kinds):
-        reason = f"engines.kind={config.engines.kind} are started by others, and may serve no adapters"
-        yield config.problem("sync.lora", reason, f"{merged}, or let millrace start engines")
     if config.engines.router:
         yield config.problem(
             "sync.lora", "engines.router does not know which engine has which adapter", merged

@@ -19,7 +19,7 @@ class _Transport(Section):
         "merged",
         description="How engines get the adapters of trainer.lora. merged: added to the weights, which travel whole. names: as a folder "
         "that engines serve beside the weights; each version has its own name, a request keeps the name that it started with, and no "
-        "engine pauses. Needs engines that millrace starts.",
+        "engine pauses.",
     )
     max_logprob_gap: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",

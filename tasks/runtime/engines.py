@@ -72,7 +72,7 @@ class Engines:
             await self._fleet.close()
 
     def _new_fleet(self) -> Fleet:
-        return Fleet(self.config, self._engine, self._router, self._make_room)
+        return Fleet(self.config, self._engine, self._router, self._make_room, owner=self._cluster.identity)
 
     async def _living(self) -> Mapping[int, EngineHandle]:
         """Handles on the engines whose actors live, by index. What is left of an engine that lost one of its nodes is ended."""

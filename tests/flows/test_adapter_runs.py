@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import (
     Workplace,
     failures,
     generated,
+    output_of,
     sync_records,
     trained,
     versions_of_samples,
@@ -140,3 +142,23 @@ def test_a_killed_run_with_names_ends_alike(workplace: Workplace, tmp_path: Path
     assert trained(killed) == trained(whole)
     assert max(generated(killed).values()) == 1
     assert_same(killed, whole)
+
+
+@pytest.mark.slow
+def test_runs_that_share_an_engine_end_as_each_does_alone(workplace: Workplace, tmp_path: Path) -> None:
+    runs = {seed: tmp_path / f"shared-{seed}" for seed in (0, 1)}
+    slots = ("--max-loaded-loras", "4")
+    with embedded_engine(workplace.folder / "model", *slots, log=tmp_path / "engine.log") as (url, _):
+        engines = f"engines={{kind: external, addresses: ['{url}']}}"
+        shared = (*LORA, "sync.lora=names", "trainer.device=cpu", engines)
+        started = [
+            workplace.start("train", "run.yaml", f"storage.root={root}", f"run.seed={seed}", *shared)
+            for seed, root in runs.items()
+        ]
+        told = [output_of(process) for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    for seed, root in runs.items():
+        alone = tmp_path / f"alone-{seed}"
+        workplace.train(alone, *NAMES, f"run.seed={seed}")
+        assert trained(root / "a") == trained(alone / "a")
+        assert_same(root / "a", alone / "a")

@@ -166,7 +166,7 @@ class EchoClient(WatchedEngine):
     async def update_from_broadcast(self, entries: Any, group: str, version: int | None) -> None:
         raise EngineError(f"{self.engine_id}: an echo takes no weights by broadcast")
 
-    def serve_by_name(self) -> None:
+    def serve_by_name(self, owner: str, *, alone: bool) -> None:
         raise EngineError(f"{self.engine_id}: an echo serves no adapters")
 
     async def load_adapter(self, folder: str, version: int, oldest: int) -> None:

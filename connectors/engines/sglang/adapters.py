@@ -19,8 +19,10 @@ LIST_TIMEOUT_S = 30.0
 class NamedAdapters:
     """The adapters of the engine behind a connection, as this process loaded them."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, owner: str, alone: bool) -> None:
+        """owner: starts the names of one run's adapters. alone: no other run uses the engine."""
         self._connection = connection
+        self._owner, self._alone = f"{owner}.", alone
         self._versions: dict[str, int] = {}  # by name, in the order of loading
         self._in_flight: Counter[str] = Counter()
         self._oldest = 0  # that a request may still take
@@ -33,13 +35,12 @@ class NamedAdapters:
     async def load(self, folder: str, version: int, oldest: int) -> None:
         """Load a PEFT folder as a version, then unload those before `oldest` that no request names.
 
-        Before the first load it ends the requests of an earlier process, and unloads its adapters. Raises EngineError if the engine
-        refuses the folder.
+        Before the first load it unloads the run's adapters of an earlier process. Raises EngineError if the engine refuses the folder.
         """
         if not self._versions:
             await self._clear()
         await self._retire()  # what requests had at the last load
-        name = f"v{version}-{secrets.token_hex(4)}"
+        name = f"{self._owner}v{version}-{secrets.token_hex(4)}"
         await self._post(
             "/load_lora_adapter", {"lora_name": name, "lora_path": folder}, f"did not load version {version}"
         )
@@ -48,9 +49,9 @@ class NamedAdapters:
         await self._retire()
 
     async def _clear(self) -> None:
-        """Unload all that the engine has."""
+        """Unload what an earlier process of the run left. Its requests ended with its connections, or do here."""
         left = await self._listed()
-        if left:
+        if left and self._alone:
             await self._connection.post("/abort_request", {"abort_all": True})
         for name in left:
             await self._unload(name)
@@ -103,9 +104,13 @@ class NamedAdapters:
             self._in_flight[name] -= 1
 
     async def _listed(self) -> list[str]:
-        """Names of the adapters that the engine has."""
+        """Names of the run's adapters that the engine has."""
         answer = await self._connection.get("/v1/models", LIST_TIMEOUT_S)
-        return [model["id"] for model in answer["data"] if model.get("parent")]
+        return [
+            model["id"]
+            for model in answer["data"]
+            if model.get("parent") and model["id"].startswith(self._owner)
+        ]
 
     async def _unload(self, name: str) -> None:
         await self._post("/unload_lora_adapter", {"lora_name": name}, f"did not unload {name}")

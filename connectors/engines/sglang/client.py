@@ -243,6 +243,7 @@ class SglangClient(WatchedEngine, Connection):
     async def forget_version(self) -> None:
         if self.weights.adapters is not None:
             self.weights.adapters.forget()
+            return
         body = {"new_version": FORGOTTEN, "abort_all_requests": False}
         await self.post("/update_weight_version", body)
 

@@ -67,8 +67,8 @@ class SglangWeights:
         if not answer.get("success"):
             raise EngineError(f"{self._connection.engine_id}: {refusal}: {answer.get('message')}")
 
-    def serve_by_name(self) -> None:
-        self.adapters = self.adapters or NamedAdapters(self._connection)
+    def serve_by_name(self, owner: str, *, alone: bool) -> None:
+        self.adapters = self.adapters or NamedAdapters(self._connection, owner, alone)
 
     async def load_adapter(self, folder: str, version: int, oldest: int) -> None:
         assert self.adapters is not None, "serve_by_name comes first"

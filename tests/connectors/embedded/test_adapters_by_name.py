@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from millrace.connectors.engines.client import GenerateRequest, Generation
 from millrace.connectors.engines.embedded.adapters import Adapter, read_adapter
 from millrace.connectors.engines.embedded.model import Decoder, Weights, read_shape, read_tensors
 from millrace.connectors.engines.embedded.sampling import RequestError, SamplingParams
@@ -114,96 +112,14 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 async def client(model: Path, tmp_path: Path) -> AsyncIterator[SglangClient]:
     with embedded_engine(model, "--max-loaded-loras", "3", log=tmp_path / "engine.log") as (url, _):
         made = SglangClient(url, "engine-0")
-        made.weights.serve_by_name()
+        made.weights.serve_by_name("a", alone=True)
         yield made
         await made.close()
-
-
-async def ask(
-    client: SglangClient, rid: str = "a", tokens: int = 8, versions: range | None = None
-) -> Generation:
-    params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    return await client.generate(
-        GenerateRequest(
-            input_ids=PROMPT, sampling_params=params, rid=rid, progress_timeout_s=60, versions=versions
-        )
-    )
-
-
-def assert_of(model: Path, folder: Path, answer: Generation) -> None:
-    """The answer's log-probabilities are those of the model with these adapters."""
-    ids = [*PROMPT, *answer.output_ids.tolist()]
-    with torch.no_grad():
-        logprobs = plain(model, folder)(torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected = [float(logprobs[at - 1, ids[at]]) for at in range(len(PROMPT), len(ids))]
-    assert answer.logprobs.tolist() == pytest.approx(expected, abs=1e-3)
 
 
 async def names(client: SglangClient) -> list[str]:
     answer = await client.get("/v1/models", 10)
     return [each["id"] for each in answer["data"] if each["parent"]]
-
-
-async def runs(client: SglangClient) -> None:
-    """Wait until the engine works on a request."""
-    async with asyncio.timeout(60):
-        while True:
-            if (await client.server_info())["load"]["running"]:
-                return
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.asyncio
-async def test_a_request_keeps_the_version_that_it_started_with(
-    client: SglangClient, model: Path, folders: list[Path]
-) -> None:
-    assert await client.weight_version() is None
-    with pytest.raises(EngineError, match="the weights alone are not the policy"):
-        await ask(client)
-    await client.weights.load_adapter(str(folders[0]), 0, 0)
-    long = asyncio.create_task(ask(client, "long", 400))
-    await runs(client)
-    await client.weights.load_adapter(str(folders[1]), 1, 0)
-    assert await client.weight_version() == 1
-    assert not long.done()
-    new, old = await ask(client, "new"), await ask(client, "old", versions=range(1))
-    await client.weights.load_adapter(str(folders[2]), 2, 2)  # 1 goes; a request has 0
-    assert len(await names(client)) == 2
-    answer = await long
-    assert [answer.weight_versions, new.weight_versions, old.weight_versions] == [
-        [(0, 0)],
-        [(0, 1)],
-        [(0, 0)],
-    ]
-    for found, folder in ((answer, folders[0]), (new, folders[1]), (old, folders[0])):
-        assert_of(model, folder, found)
-    (scored,) = await client.weights.logprobs([PROMPT])
-    with torch.no_grad():
-        logprobs = plain(model, folders[2])(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    assert scored == pytest.approx(
-        [float(logprobs[at, token]) for at, token in enumerate(PROMPT[1:])], abs=1e-3
-    )
-    await client.weights.load_adapter(str(folders[3]), 3, 3)
-    assert len(await names(client)) == 1
-
-
-@pytest.mark.asyncio
-async def test_a_version_that_is_loaded_again_has_another_name_and_what_a_dead_process_left_goes(
-    client: SglangClient, model: Path, folders: list[Path]
-) -> None:
-    await client.weights.load_adapter(str(folders[0]), 7, 5)
-    (first,) = await names(client)
-    await client.weights.load_adapter(str(folders[1]), 7, 5)
-    (second,) = await names(client)
-    assert first != second
-    assert_of(model, folders[1], await ask(client))
-    later = SglangClient(client.url, "engine-0")
-    later.weights.serve_by_name()
-    assert await later.weight_version() is None
-    await later.weights.load_adapter(str(folders[2]), 7, 5)
-    assert second not in await names(client)
-    assert await client.weight_version() is None  # its adapter is gone
-    await later.close()
 
 
 @pytest.mark.asyncio

@@ -27,7 +27,7 @@ from tests.support.engine_process import embedded_engine, reference_logprobs
 
 GIVEN = os.environ.get("MILLRACE_ENGINE_URL", "").rstrip("/")
 TIMEOUT_S = 120
-OPTIONS = ("--weight-version", "0", "--max-loaded-loras", "3")
+OPTIONS = ("--weight-version", "0", "--max-loaded-loras", "6")
 Starts = Callable[[Path, Path], AbstractContextManager[Engine]]
 
 

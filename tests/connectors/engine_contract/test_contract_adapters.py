@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from millrace.connectors.engines.client import EngineClient
 from millrace.connectors.trainers.adapters import merged, write_peft
 from millrace.core.config.trainer import Lora
 from millrace.core.errors import EngineError
@@ -17,6 +18,7 @@ from millrace.core.families.adapters import targeted
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from tests.support.contract import LONG, PROMPT, Contract
+from tests.support.echo_engine import ECHO
 from tests.support.engine_process import CLOSE
 
 LORA = Lora(rank=8, alpha=16.0)
@@ -46,26 +48,25 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return [adapters_of(tiny_model, place / str(seed), seed) for seed in range(4)]
 
 
-async def by_name(on: Contract) -> None:
-    """Let the engine's client name adapters; the engine has none at first."""
-    if not on.kind.names_adapters:
-        pytest.skip("it serves no adapters")
-    if on.engine.given and not (await on.client.server_info()).get("enable_lora"):
-        pytest.skip("SGLang was not started with --enable-lora")
-    on.client.weights.serve_by_name()
+def by_name(client: EngineClient, owner: str = "a", alone: bool = True) -> None:
+    """Let a client name adapters."""
+    try:
+        client.weights.serve_by_name(owner, alone=alone)
+    except EngineError as error:
+        pytest.skip(str(error))
 
 
 async def test_adapters_are_refused_if_the_engine_serves_none(on: Contract) -> None:
-    if on.kind.names_adapters:
+    if on.kind is not ECHO:
         pytest.skip("the other tests load some")
     with pytest.raises(EngineError, match=r"engine-0: .*adapters"):
-        on.client.weights.serve_by_name()
+        on.client.weights.serve_by_name("a", alone=True)
     with pytest.raises(EngineError, match=r"engine-0: .*adapters"):
         await on.client.weights.load_adapter("/nowhere", 1, 0)
 
 
 async def test_a_request_keeps_the_version_that_it_started_with(on: Contract, folders: list[Path]) -> None:
-    await by_name(on)
+    by_name(on.client)
     load = on.client.weights.load_adapter
     with pytest.raises(EngineError, match="the weights alone are not the policy"):
         await on.ask()
@@ -94,7 +95,7 @@ async def test_a_request_keeps_the_version_that_it_started_with(on: Contract, fo
 
 
 async def test_a_version_that_is_loaded_again_is_another_adapter(on: Contract, folders: list[Path]) -> None:
-    await by_name(on)
+    by_name(on.client)
     await on.client.weights.load_adapter(str(folders[0]), 7, 5)
     (long,) = await on.begun("long", **PLENTY)
     await on.client.weights.load_adapter(str(folders[1]), 7, 5)
@@ -108,11 +109,11 @@ async def test_a_version_that_is_loaded_again_is_another_adapter(on: Contract, f
 
 
 async def test_what_a_dead_process_left_goes(on: Contract, folders: list[Path]) -> None:
-    await by_name(on)
+    by_name(on.client)
     await on.client.weights.load_adapter(str(folders[0]), 7, 5)
     (left,) = await on.begun("left", **PLENTY)
     later = on.engine.connect(on.engine.url, "engine-0", on.engine.key)
-    later.weights.serve_by_name()
+    by_name(later)
     assert await later.weight_version() is None
     async with asyncio.timeout(60):
         await later.weights.load_adapter(str(folders[1]), 7, 5)
@@ -122,10 +123,35 @@ async def test_what_a_dead_process_left_goes(on: Contract, folders: list[Path]) 
     await later.close()
 
 
+async def test_runs_that_share_an_engine_do_not_touch_each_others_adapters(
+    on: Contract, folders: list[Path]
+) -> None:
+    by_name(on.client, "first", alone=False)
+    other, again = (on.engine.connect(on.engine.url, "engine-0", on.engine.key) for _ in range(2))
+    by_name(other, "second", alone=False)
+    await on.client.weights.load_adapter(str(folders[0]), 4, 4)
+    (long,) = await on.begun("long", **PLENTY)
+    await other.weights.load_adapter(str(folders[1]), 9, 9)
+    assert (await on.client.weight_version(), await other.weight_version()) == (4, 9)
+    answer = await other.generate(on.request("other"))
+    assert answer.weight_versions == [(0, 9)]
+    assert on.is_of(folders[1] / "merged", answer)
+    by_name(again, "second", alone=False)  # the second run's next process
+    await again.weights.load_adapter(str(folders[2]), 10, 10)
+    assert await other.weight_version() is None
+    assert await on.client.weight_version() == 4
+    assert on.is_of(folders[2] / "merged", await again.generate(on.request("again")))
+    await again.forget_version()
+    assert not long.done()
+    assert on.is_of(folders[0] / "merged", await long)
+    for client in (other, again):
+        await client.close()
+
+
 async def test_a_folder_that_does_not_fit_is_refused_and_what_is_served_stays(
     on: Contract, folders: list[Path], tmp_path: Path
 ) -> None:
-    await by_name(on)
+    by_name(on.client)
     await on.client.weights.load_adapter(str(folders[0]), 3, 3)
     wide = tmp_path / "wide"
     shape = architecture(read_hf_config(str(on.engine.model)))
