@@ -57,7 +57,7 @@ def test_sglang_keeps_the_contract_of_adapters(tmp_path: Path) -> None:
             command, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, check=False
         )
         assert ended.returncode == 0, ended.stdout[-8000:]
-        assert " 5 passed" in ended.stdout, ended.stdout[-2000:]
+        assert "5 passed" in ended.stdout, ended.stdout[-2000:]
     finally:
         server.stop()
 
