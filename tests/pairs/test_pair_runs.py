@@ -56,7 +56,8 @@ def made(place: Workplace, names: list[str], bucket: str, weights: str, tmp_path
             )
             teacher, _ = servers.enter_context(served)
         if "external" in names:
-            served = embedded_engine(place.folder / "model", log=tmp_path / "engine.log")
+            slots = ("--max-loaded-loras", "4")
+            served = embedded_engine(place.folder / "model", *slots, log=tmp_path / "engine.log")
             engine, _ = servers.enter_context(served)
         around = Surroundings(teacher, engine, url, own_weights)
         root = url if on_s3 else str(tmp_path / "root")

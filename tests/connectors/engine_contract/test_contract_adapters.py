@@ -17,7 +17,7 @@ from millrace.core.errors import EngineError
 from millrace.core.families.adapters import targeted
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
-from tests.support.contract import LONG, PROMPT, Contract
+from tests.support.contract import LONG, PROMPT, Contract, Engine
 from tests.support.echo_engine import ECHO
 from tests.support.engine_process import CLOSE
 
@@ -43,9 +43,9 @@ def adapters_of(model: Path, folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     place = tmp_path_factory.mktemp("adapters")
-    return [adapters_of(tiny_model, place / str(seed), seed) for seed in range(4)]
+    return [adapters_of(engine.model, place / str(seed), seed) for seed in range(4)]
 
 
 def by_name(client: EngineClient, owner: str = "a", alone: bool = True) -> None:
@@ -148,18 +148,12 @@ async def test_runs_that_share_an_engine_do_not_touch_each_others_adapters(
         await client.close()
 
 
-async def test_a_folder_that_does_not_fit_is_refused_and_what_is_served_stays(
+async def test_a_folder_without_adapters_is_refused_and_what_is_served_stays(
     on: Contract, folders: list[Path], tmp_path: Path
 ) -> None:
     by_name(on.client)
     await on.client.weights.load_adapter(str(folders[0]), 3, 3)
-    wide = tmp_path / "wide"
-    shape = architecture(read_hf_config(str(on.engine.model)))
-    (one, *_) = targeted(shape, LORA.targets)
-    pair = torch.ones(LORA.rank + 1, one.inputs), torch.ones(one.outputs, LORA.rank + 1)
-    wide.mkdir()
-    write_peft(wide, {one.name: pair}, Lora(rank=LORA.rank + 1, alpha=16.0), shape, "base")
-    for folder in (wide, tmp_path / "nowhere"):
+    for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(EngineError, match="engine-0"):
             await on.client.weights.load_adapter(str(folder), 4, 3)
     assert await on.client.weight_version() == 3
