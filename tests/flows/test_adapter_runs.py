@@ -68,6 +68,7 @@ def test_the_first_step_is_the_models_and_later_ones_move_away(merged_run: Path)
     assert list(marker["base"]) == ["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_alike(workplace: Workplace, merged_run: Path, tmp_path: Path) -> None:
     killed = tmp_path / "a"
     step = killed / "iterations" / "000002" / "step.json"
@@ -95,6 +96,7 @@ def test_adapters_reach_engines_in_other_modes(workplace: Workplace, tmp_path: P
     assert max(step["kl"] for step in steps(tmp_path / "a")) > 0
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_adapters_of_a_supervised_one(workplace: Workplace, tmp_path: Path) -> None:
     supervised = ("algorithm={loss: sft}", "rollout.samples_per_prompt=1", "rollout.prompts=16")
     workplace.train(tmp_path / "first", LORA[0], *supervised, "run.iterations=2", "evaluation.sets=[]")

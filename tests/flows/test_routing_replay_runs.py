@@ -51,6 +51,7 @@ def check_rows(run: Path, model: Path) -> None:
         assert read.shape == (needed, len(form.expert_layers), form.used), "and none for what follows"
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_the_experts_of_its_engine_and_a_killed_one_ends_alike(
     workplace: Workplace, model: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from millrace.core.families.config_file import read_hf_config
 from tests.connectors.megatron.test_parity import policy_loss
 from tests.support.plain_lora import PlainLora, add_pairs
 from tests.support.plain_trainer import LR, Plain
+from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import (
     RankFailedError,
     Workers,
@@ -49,6 +50,16 @@ CASES = [
     ("gpt_oss", "pp2", EVERY),
     ("deepseek_v3", "tp2 sp", EVERY),
 ]
+USUAL = [  # each way to cut and each form of a layer once; others are slow
+    ("qwen3", "tp1", EVERY),
+    ("qwen3", "cp2", EVERY),
+    ("qwen3", "tp2 pp2", EVERY),
+    ("qwen3_moe", "ep2", EVERY),
+    ("qwen3", "tp2 sp", PART),
+    ("glm4", "tp2 sp", EVERY),
+    ("gpt_oss", "pp2", EVERY),
+    ("deepseek_v3", "tp2 sp", EVERY),
+]
 
 
 def settings(model: Path, layout: str = "tp1", targets: str = EVERY, **changes: Any) -> dict[str, Any]:
@@ -63,7 +74,10 @@ def adapters(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize(("kind", "layout", "targets"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "layout", "targets"),
+    [case if case in USUAL else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_steps_and_adapters_are_those_of_plain_pairs(
     workers: Workers,
     model: Callable[..., Path],
@@ -96,7 +110,9 @@ def test_steps_and_adapters_are_those_of_plain_pairs(
         assert float((last[name] - expected).abs().mean()) < LR / 100, name
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "ep2"])
+@pytest.mark.parametrize(
+    "layout", slow_but([layout for layout in LAYOUTS if layout != "ep2"], "tp1", "tp2 pp2")
+)
 def test_the_first_pass_is_the_base(
     workers: Workers, model: Callable[..., Path], batch: str, layout: str
 ) -> None:
@@ -259,8 +275,15 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize("layout", ["tp1", "pp2"])
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "layout"),
+    [
+        ("selective", "tp1"),
+        ("full", "pp2"),
+        pytest.param("selective", "pp2", marks=pytest.mark.slow),
+        pytest.param("full", "tp1", marks=pytest.mark.slow),
+    ],
+)
 def test_recomputed_activations_change_nothing(
     workers: Workers, model: Callable[..., Path], batch: str, recompute: str, layout: str
 ) -> None:
