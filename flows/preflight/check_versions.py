@@ -1,6 +1,7 @@
 """Compare the installed packages with the versions that millrace needs, and with the tested versions. Imports none of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -58,6 +59,7 @@ BECAUSE = {  # reasons of bounds in pyproject.toml, if not that newer versions a
 }
 
 
+@cache
 def needs() -> list[Requirement]:
     """Requirements of the installed millrace on this platform; none for a checkout that is not installed."""
     try:
@@ -70,13 +72,15 @@ def needs() -> list[Requirement]:
 
 def installed(names: Sequence[str]) -> dict[str, str]:
     """Versions by name of the installed packages."""
-    found: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: version for name in names if (version := _version(name)) is not None}
+
+
+@cache  # a package's description is parsed each time, which takes a third of a check
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def check_versions(needed: Sequence[Requirement], found: Mapping[str, str]) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,15 +163,21 @@ READERS: dict[str, tuple[Plant, Read]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(write_run(str(tmp_path_factory.mktemp("written"))).store.root)
+    (folder / "exports" / "000003").mkdir(parents=True)
+    (folder / "exports" / "000003" / "config.json").write_bytes(CONTENT)
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(written: Path, tmp_path: Path) -> RunFolder:
     """A run, below folders that a path upward leads to."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "planted").write_bytes(CONTENT)
-    folder = write_run(str(tmp_path / "runs"))
-    (Path(folder.store.root) / "exports" / "000003").mkdir(parents=True)
-    (Path(folder.store.root) / "exports" / "000003" / "config.json").write_bytes(CONTENT)
-    return folder
+    shutil.copytree(written, tmp_path / "runs" / "a")
+    return RunFolder(str(tmp_path / "runs"), "a")
 
 
 def around(run: RunFolder, into: Path) -> dict[str, bytes]:

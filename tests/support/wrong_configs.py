@@ -404,7 +404,7 @@ def write_good(folder: Path) -> None:
 
     model = build_tiny_model(folder / "model")
     (folder / "run.yaml").write_text(yaml.safe_dump(GOOD))
-    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10) for b in range(10)]
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(5) for b in range(5)]
     lines = {
         "train.jsonl": rows,
         "unlabelled.jsonl": [{"prompt": row["prompt"]} for row in rows],
