@@ -112,6 +112,7 @@ class Family:
     layers have it. `centred`: whether weights of norms are stored less 1. `beside`: how names of tensors start that the model here
     does not have, which may predict tokens after the next one. `within`: the key of config.json under which keys of the
     language model are. `rotary_axes`: whether positions of pictures have several axes, which a text's tokens do not tell apart.
+    `ties_in_sglang`: whether SGLang's model of the family takes the embedding for its output layer if tie_word_embeddings says so.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Family:
     beside: tuple[str, ...] = ()
     within: str = ""
     rotary_axes: bool = False
+    ties_in_sglang: bool = True
 
     @property
     def declared(self) -> frozenset[str]:

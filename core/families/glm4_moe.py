@@ -33,4 +33,5 @@ GLM4_MOE = Family(
     ),
     after=decoder.AFTER,
     rotary_part=0.5,
+    ties_in_sglang=False,
 )

@@ -33,4 +33,5 @@ GLM4_MOE_LITE = replace(
     },
     # of checkpoints without that list, which SGLang reads
     bound={**decoder.BOUND, **decoder.SIGMOID_BOUND, "first_k_dense_replace": Bound((1,))},
+    ties_in_sglang=False,
 )

@@ -52,4 +52,5 @@ GPT_OSS = Family(
         null=False,
         in_sglang=True,
     ),
+    ties_in_sglang=False,
 )

@@ -28,4 +28,5 @@ QWEN2_MOE = Family(
         *decoder.SHARED_GATE,
     ),
     after=decoder.AFTER,
+    ties_in_sglang=False,
 )

@@ -33,4 +33,5 @@ QWEN3_MOE = Family(
     before=decoder.BEFORE,
     layer=(*decoder.NORMS, *decoder.ATTENTION, *decoder.QK_NORM, *decoder.DENSE, *decoder.EXPERTS),
     after=decoder.AFTER,
+    ties_in_sglang=False,
 )

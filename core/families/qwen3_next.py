@@ -36,4 +36,5 @@ QWEN3_NEXT = Family(
     delta_net=True,
     centred=True,
     beside=("mtp.",),
+    ties_in_sglang=False,
 )

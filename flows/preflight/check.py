@@ -30,6 +30,7 @@ from millrace.flows.preflight.check_machine import (
     check_disk,
     check_host_memory,
     check_machine,
+    check_output_layer,
     check_windows,
     ray_answers,
     tracking_answers,
@@ -110,6 +111,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     if found.model.shape:
         later += check_host_memory(found.located, found.model.shape)
         later += check_windows(found.located, found.model.shape)
+        later += check_output_layer(found.located, found.model.shape)
     hooks = [*referred, *check_hooks(config)]
     if not any(name.startswith("algorithm.teacher") for name in wrong_fields):
         later += check_served_teacher(config, found.model)

@@ -230,6 +230,17 @@ def check_windows(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
     )
 
 
+def check_output_layer(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
+    """A problem if SGLang would want an output layer from a model whose embedding is one: it would serve noise."""
+    kind = layout_of(config, visible_gpus()).engine_kind
+    if shape.tied and kind is SGLANG and not family_named(shape.family).ties_in_sglang:
+        yield config.problem(
+            "engines.kind",
+            f"SGLang's {shape.family} model has an output layer, this one takes its embedding (tie_word_embeddings)",
+            "set it to embedded, or take another model",
+        )
+
+
 def check_disk(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
     """A problem if the disk of the run's folder has no room for its checkpoints and exports."""
     store = RunFolder(config.storage.root, config.run.name).store

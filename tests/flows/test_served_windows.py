@@ -1,4 +1,4 @@
-"""A model with windows is refused where SGLang would attend to all keys."""
+"""Models that SGLang would serve otherwise are refused: with windows that it does not have, or an output layer that they do not have."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from millrace.core.config import RunConfig
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import resolved
-from millrace.flows.preflight.check_machine import check_windows
-from tests.core.test_model_folder import PUBLISHED
+from millrace.flows.preflight.check_machine import check_output_layer, check_windows
+from tests.core.test_model_folder import PUBLISHED, shape_of
 from tests.support.wrong_configs import GOOD
 
 
@@ -43,3 +43,21 @@ def test_a_window_bounds_the_products_of_attention() -> None:
     steps = [narrow.flops(tokens + 1) - narrow.flops(tokens) for tokens in (100, 1000)]
     assert steps[0] == steps[1] < full.flops(1001) - full.flops(1000)
     assert replace(narrow, windows=(100, *full.windows[1:])).flops(1000) > narrow.flops(1000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "tied", "refused"),
+    [
+        ("sglang", "qwen3_moe", True, True),
+        ("sglang", "qwen3_moe", False, False),
+        ("embedded", "qwen3_moe", True, False),
+        ("sglang", "qwen3", True, False),
+    ],
+)
+def test_a_mixture_without_an_output_layer_needs_an_engine_that_asks_for_none(
+    kind: str, family: str, tied: bool, refused: bool
+) -> None:
+    engines: dict[str, Any] = {"kind": kind}
+    config = RunConfig.model_validate({**GOOD, "engines": engines})
+    problems = list(check_output_layer(config, shape_of(family, tied=tied)))
+    assert [problem.field for problem in problems] == ["engines.kind"] * refused
