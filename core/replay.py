@@ -24,6 +24,7 @@ NOT_BUILT_IN = (  # fields that a trainer follows without being rebuilt
     "trainer.schedule.",
     "algorithm.advantage.critic.lr",
     "algorithm.advantage.critic.schedule",
+    "trainer.optimizer.offload",  # where a step is made; on a GPU its last bits follow
     "algorithm.on_policy_guard",  # it refuses steps, and changes none
 )
 # folders that are identified by their files' hashes, and may have another path at another start

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu.trainer [--shape 0.6b] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
                                      [--sides millrace huggingface] [--recompute none] [--profile 2048] [--out FILE]
     python -m benchmarks.gpu.trainer --shape 30b-a3b-4
+    python -m benchmarks.gpu.trainer --shape 1.7b --offload 0,0.5,1
 
 Both make the same GRPO step (clipped ratio, gradient clipping at 1, AdamW) on the same random tokens with random bf16
 weights of the named Qwen3 shape. millrace: TrainerRank.train as a run calls it, batch file and metrics included, fp32 main
@@ -13,6 +14,8 @@ Each figure is the median of the steps after two that warm up, the device's queu
 
 A mixture of experts is measured at 2,048 tokens, without Hugging Face: with grouped products, then with its experts one after the
 other. Both steps, the layers alone and parts of a layer are in the table, as are each layer's most rows of an expert over the mean.
+
+With --offload it measures nothing else: the step at each fraction of trainer.optimizer.offload, of one pack of 16,384 tokens.
 """
 
 from __future__ import annotations
@@ -94,9 +97,19 @@ class Millrace:
     """The trainer, one rank on NCCL; a step reads its batch from a file, as in a run."""
 
     def __init__(
-        self, model: Path, scratch: Path, tokens: int, recompute: str, *, saves: bool = False
+        self,
+        model: Path,
+        scratch: Path,
+        tokens: int,
+        recompute: str,
+        *,
+        saves: bool = False,
+        **optimizer: Any,
     ) -> None:
-        """saves: whether checkpoints will be written in the background, for which the rank takes memory at its start."""
+        """saves: whether checkpoints will be written in the background, for which the rank takes memory at its start.
+
+        optimizer: fields of trainer.optimizer.
+        """
         from millrace.connectors.trainers.megatron.rank import TrainerRank
         from millrace.core.config import RunConfig
 
@@ -110,7 +123,7 @@ class Millrace:
                     "device": "cuda",
                     "max_pack_tokens": tokens,
                     "recompute": recompute,
-                    "optimizer": {"lr": 1e-5},
+                    "optimizer": {"lr": 1e-5, **optimizer},
                 },
                 "algorithm": {"aggregation": "token_mean"},
                 "checkpoint": {"background": saves},
@@ -293,6 +306,7 @@ def options_of_call() -> argparse.Namespace:
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--sides", nargs="+", help="millrace huggingface when not given")
     parser.add_argument("--profile", type=int, nargs="*", help="lengths to profile")
+    parser.add_argument("--offload", help="fractions of trainer.optimizer.offload, such as 0,0.5,1")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
     options.mixture = "experts" in SHAPES[options.shape]
@@ -300,6 +314,21 @@ def options_of_call() -> argparse.Namespace:
     options.sides = options.sides or (["millrace"] if options.mixture else ["millrace", "huggingface"])
     options.profile = options.profile or ([2048] if options.mixture else [])
     return options
+
+
+def fractions(options: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
+    """The step at each fraction of the optimizer on the host."""
+    from benchmarks.batch_rows import write_batch
+    from benchmarks.gpu.offload import compared
+
+    def side(fraction: float) -> Millrace:
+        return Millrace(scratch / "model", scratch, options.tokens, options.recompute, offload=fraction)
+
+    lengths = lengths_of(options.tokens, options.lengths[0])
+    prepared = [
+        write_batch(scratch / f"step-{n}", make_rows(n, lengths)) for n in range(1, options.steps + 1)
+    ]
+    return compared([float(each) for each in options.offload.split(",")], side, prepared)
 
 
 def main() -> None:
@@ -326,6 +355,10 @@ def main() -> None:
         hf_model = make_model(options.shape, Path(scratch) / "model")
         hf = hf_model.config
         print(f"model made in {time.perf_counter() - started:.1f} s", flush=True)
+        if options.offload:
+            del hf_model
+            options.sides = []
+            report["offload"] = fractions(options, Path(scratch))
         if "huggingface" not in options.sides:
             del hf_model
         for name in sorted(options.sides):  # Hugging Face first: its model is on the GPU already

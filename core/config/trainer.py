@@ -53,6 +53,14 @@ class Optimizer(Section):
     distributed: Annotated[bool, fixed("checkpoints hold the optimizer in its form")] = Field(
         True, description="Shard optimizer state over data parallel ranks."
     )
+    offload: Annotated[float, ANY_START] = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Fraction of the parameters whose optimizer state and fp32 weights are in the host's memory, also while they are "
+        "stepped: by AdamW on the CPU, with gradients on their way to it and weights on their way back meanwhile. A rank "
+        "takes 12 bytes a parameter less of GPU memory; the plan says how long a step waits.",
+    )
 
 
 class Schedule(Section):
@@ -139,7 +147,8 @@ class Trainer(Section):
     threads: Annotated[int | None, ANY_START] = Field(
         None,
         ge=1,
-        description="CPU threads per rank. When not given: 1 beside a GPU, else cores divided by ranks.",
+        description="CPU threads per rank. When not given: 1 beside a GPU, else cores divided by ranks, as for "
+        "trainer.optimizer.offload.",
     )
     deterministic: Annotated[bool, ANY_START] = Field(
         True, description="Deterministic kernels: repeated runs on CPU are equal bit for bit."

@@ -82,6 +82,8 @@ def _of_megatron(config: RunConfig) -> Iterator[Problem]:
     for name in Parallel.model_fields:
         if getattr(parallel, name) != getattr(usual, name):
             yield _of_another(f"trainer.parallel.{name}", getattr(parallel, name))
+    if config.trainer.optimizer.offload:
+        yield _of_another("trainer.optimizer.offload", config.trainer.optimizer.offload)
     for section in ("megatron", "megatron_optimizer", "megatron_ddp"):
         for name, value in getattr(config.trainer, section).items():
             yield _of_another(f"trainer.{section}.{name}", value)
@@ -115,6 +117,12 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"trainer.optimizer.betas.{number}", beta, "a decay rate lies in [0, 1)", "use 0.9 and 0.98"
             )
+    if o.offload and not o.distributed:
+        yield config.problem(
+            "trainer.optimizer.offload",
+            "it moves the state of the distributed optimizer, and trainer.optimizer.distributed is false",
+            "set it to 0, or trainer.optimizer.distributed=true",
+        )
     yield from _schedule(config, "trainer.schedule", s, "the peak, trainer.optimizer.lr", o.lr)
     if critic is not None:
         peak = "the critic's peak, algorithm.advantage.critic.lr"

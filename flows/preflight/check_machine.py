@@ -211,6 +211,8 @@ def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Proble
     if config.saves_in_background:
         remedy = "set it to false, and iterations wait until their checkpoints are written; or give the node more memory"
         yield config.problem("checkpoint.background", reason, remedy)
+    elif config.trainer.optimizer.offload:
+        yield config.problem("trainer.optimizer.offload", reason, "lower it, or give the node more memory")
     else:
         remedy = "set it to false if the GPUs have room for trainer and engines at once, or give the node more memory"
         yield config.problem("placement.offload_trainer", reason, remedy)

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from millrace.core.config.plan import MemoryPart, Plan, size_text
+from millrace.core.config.plan.offload import HostStep
 from millrace.flows.preflight import plan_seen
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_versions import versions_line
@@ -56,6 +57,8 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
     for name, parts in sizes:
         if parts:
             yield name, _parts(parts)
+    if plan.host_step:
+        yield "AdamW on the host", host_step_text(plan.host_step)
     yield "files", "\n".join(plan.files)
     yield "versions", versions_line(found.config)
 
@@ -124,6 +127,16 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
         *rollout,
         ("placement", f"{at.placement}" + (f", {at.gpus} GPUs in all" if at.gpus else ", no GPU")),
     ]
+
+
+def host_step_text(step: HostStep) -> str:
+    """How long a step waits for the host, and for what."""
+    awaited = "AdamW there" if step.adamw_s >= step.copies_s else "PCIe"
+    return (
+        f"a step waits about {step.waits_s:.2g} s for {awaited}: AdamW takes {step.adamw_s:.2g} s; meanwhile "
+        f"{size_text(step.gradients)} of gradients come from each GPU and {size_text(step.weights)} of weights go back, "
+        f"{step.copies_s:.2g} s over PCIe"
+    )
 
 
 def _parts(parts: Sequence[MemoryPart]) -> str:

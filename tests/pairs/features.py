@@ -297,6 +297,7 @@ SURROUNDINGS = {
     "stages_of_the_model": Feature({"trainer.world_size": 2, "trainer.parallel.pipeline": 2}),
     "recompute": Feature({"trainer.recompute": "full"}, carries=("trainer.recompute=selective",)),
     "plain_optimizer": Feature({"trainer.optimizer.distributed": False}),
+    "host_optimizer": Feature({"trainer.optimizer.offload": 0.5}),
     "bfloat16": Feature({"model.dtype": "bfloat16"}),
     "lora": Feature(
         {"trainer.lora.rank": 4, "trainer.lora.alpha": 8.0}, carries=("trainer.lora", "trainer.lora.path")

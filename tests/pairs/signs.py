@@ -214,6 +214,7 @@ SIGNS: dict[str, Sign] = {
     "stored_logprobs": lambda left: any(left.folder.glob("iterations/*/logprobs*")),
     "stages_of_the_model": _trained_under("numerics", "parallel", "pipeline", value=2),
     "recompute": _trained_under("numerics", "recompute", value="full"),
+    "host_optimizer": _trained_under("configuration", "trainer", "optimizer", "offload", value=0.5),
     "plain_optimizer": _trained_under("configuration", "trainer", "optimizer", "distributed", value=False),
     "lora": lambda left: any(left.folder.glob("exports/*/adapter_config.json")),
     "bfloat16": _trained_under("numerics", "dtype", value="bfloat16"),

@@ -170,6 +170,7 @@ ROWS: dict[str, Row] = {
             "world_size device max_pack_tokens recompute logprob_chunk_tokens store_logprobs threads deterministic "
             "megatron_ddp",
         ),
+        "trainer.optimizer.offload",
         *_under("trainer.parallel", "tensor pipeline virtual context expert expert_tensor sequence"),
         *_under(
             "engines",

@@ -187,6 +187,22 @@ def replace_weight_copy(optimizer: Any, copy: Callable[[], None]) -> None:
     optimizer._copy_main_params_to_model_params = copy
 
 
+def step_elsewhere(
+    optimizer: Any,
+    prepare: Callable[[], None],
+    for_norm: Callable[[], list[Tensor]],
+    finish: Callable[[], None],
+) -> None:
+    """DistributedOptimizer (megatron-core 0.16 to 0.19): it takes each fp32 parameter to be where its gradient is.
+
+    prepare: gives gradients to the parameters that the optimizer itself steps. for_norm: the gradients of all parameters that count
+    in the norm on this rank. finish: called after its step, steps the others and writes all weights to the model's buffer.
+    """
+    optimizer._copy_model_grads_to_main_grads = prepare
+    optimizer.get_main_grads_for_grad_norm = for_norm
+    optimizer._copy_main_params_to_model_params = finish
+
+
 def set_gradient_divisor(adam: torch.optim.Optimizer, divisor: Tensor | None) -> None:
     """torch.optim.AdamW (PyTorch 2.13): its fused kernel divides gradients by `grad_scale`, which GradScaler sets.
 

@@ -15,6 +15,7 @@ from millrace.connectors.trainers.megatron.model.adapters import attach
 from millrace.connectors.trainers.megatron.model.grouped_experts import pack_weights
 from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel, RankModel, build_model
 from millrace.connectors.trainers.megatron.optim import fused_adamw
+from millrace.connectors.trainers.megatron.optim.host_adamw import HostAdamW
 from millrace.connectors.trainers.megatron.optim.optimizer import make_optimizer, make_schedule, wrap
 from millrace.connectors.trainers.megatron.optim.parameter_state import (
     bytes_of_optimizer,
@@ -90,6 +91,8 @@ class TrainableModel:
         self.schedule = make_schedule(self.optimizer, config, lr, schedule)
         inner.config.grad_scale_func = self.optimizer.scale_loss
         self._fused = fused_adamw.applies(self.optimizer)
+        o = config.trainer.optimizer
+        self.host = HostAdamW(self.optimizer, o.offload, config.trainer.threads) if o.offload else None
         self.lr = 0.0  # learning rate of the last step
         self._norm = 0.0
         self._device_norm: Tensor | None = None  # set by measure_gradient, read by gradient_norm
@@ -121,7 +124,8 @@ class TrainableModel:
             self._norm = float(self._device_norm)
             return self._norm
         self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        self._norm = float(self.optimizer.get_grad_norm())
+        return self._norm
 
     def step(self, made_with: StepNumbers | None = None) -> None:
         """Advance optimizer and schedule, after `gradient_norm`: step n uses the schedule's rate after n - 1 steps.
@@ -130,6 +134,8 @@ class TrainableModel:
         """
         with step_numbers(self.optimizer, made_with):
             self.lr = float(self.optimizer.param_groups[0]["lr"])
+            if self.host is not None:
+                self.host.norm = self._norm
             if self._fused:
                 fused_adamw.step(self.optimizer, self._norm)
             else:

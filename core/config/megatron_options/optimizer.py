@@ -22,6 +22,8 @@ ELSEWHERE = {
     "adam_eps": "trainer.optimizer.eps",
     "clip_grad": "trainer.optimizer.clip_grad",
     "use_distributed_optimizer": "trainer.optimizer.distributed",
+    "optimizer_cpu_offload": "trainer.optimizer.offload",
+    "optimizer_offload_fraction": "trainer.optimizer.offload",
     "bf16": "model.dtype",
     "params_dtype": "model.dtype",
 }
@@ -41,9 +43,8 @@ REFUSED = by_reason(
             min_loss_scale loss_scale_window hysteresis""",
         "weights are exported between steps and must be whole by then": """overlap_param_gather
             overlap_param_gather_with_optimizer_step""",
-        "placement.offload_trainer moves the optimizer's state between steps": """optimizer_cpu_offload
-            optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads
-            pin_cpu_params""",
+        "trainer.optimizer.offload always pins and overlaps": """use_torch_optimizer_for_cpu_offload
+            overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params""",
         "a batch trains its step, or the step is refused whole with the reason": "grad_norm_skip_threshold",
         "packs have different lengths": "optimizer_cuda_graph",
         "millrace reports no such number": "log_num_zeros_in_grad",

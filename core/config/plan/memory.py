@@ -3,7 +3,9 @@
 Estimates are upper bounds of what millrace itself allocates.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
 from millrace.core.config.megatron_options.stages import layers_of_ranks
 from millrace.core.config.plan.layout import Layout
@@ -16,6 +18,7 @@ from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.family import ModelPart
 
 FP32 = 4  # bytes
+ON_THE_WAY = 2 * 2 * 2**26  # bytes of a rank: two chunks of gradients and of weights
 LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk
 
 
@@ -71,35 +74,72 @@ def _share(config: RunConfig, part: ModelPart, size: int) -> int:
 def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     """Memory of the fullest rank, by part."""
     t = config.trainer
-    held, experts = max(_held_by_ranks(config, shape))
     width = 2 if config.dtype == "bfloat16" else 4
-    critic = critic_shape(config, shape)
-    critics, critics_experts = max(_held_by_ranks(config, critic)) if critic else (0, 0)
+    held, weights, trained, experts = _of_fullest_rank(config, shape)
     adapters = _adapters_of_rank(config, shape)
-    weights, trained = held + adapters + critics, (adapters or held) + critics
-    experts = (0 if adapters else experts) + critics_experts
-    shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
-    states = 2 * FP32 + (FP32 if width == 2 else 0)
     parts = [
         MemoryPart(f"weights, {config.dtype}", weights * width),
         MemoryPart("gradients, fp32", trained * FP32),
-        MemoryPart(f"optimizer, fp32, 1/{shards}", -(-(trained - experts) * states // shards)),
+        *_optimizer(config, trained, experts),
         MemoryPart("activations of a pack (estimate)", _activations(config, shape, width)),
         MemoryPart(
             f"logits of {t.logprob_chunk_tokens} tokens, fp32",
             LOGIT_COPIES * t.logprob_chunk_tokens * -(-shape.vocab // t.parallel.tensor) * FP32,
         ),
     ]
-    if experts:
-        split = t.parallel.expert * t.parallel.tensor_of_experts
-        # ranks with other experts share none of their states
-        copies = t.world_size // (split * t.parallel.pipeline) if t.optimizer.distributed else 1
-        parts.insert(3, MemoryPart(f"optimizer of experts, fp32, 1/{copies}", -(-experts * states // copies)))
     if config.algorithm.kl_coef > 0:
         parts.append(MemoryPart("the policy, put aside for the reference", (adapters or held) * width))
     if config.algorithm.teacher:
         parts.append(MemoryPart("teacher", _teacher(config, width)))
     return parts
+
+
+def _optimizer(config: RunConfig, trained: int, experts: int) -> Iterator[MemoryPart]:
+    """The optimizer state that a rank keeps beside so many parameters, without what trainer.optimizer.offload takes from it."""
+    kept = 1 - config.trainer.optimizer.offload
+    of_it = f", {kept:.0%} of it" if kept < 1 else ""
+    shards, copies = _copies(config)
+    for name, count, ranks in (
+        ("optimizer", trained - experts, shards),
+        ("optimizer of experts", experts, copies),
+    ):
+        size = ceil(kept * ceil(count * state_bytes(config) / ranks))
+        if size:
+            yield MemoryPart(f"{name}, fp32, 1/{ranks}{of_it}", size)
+
+
+def _of_fullest_rank(config: RunConfig, shape: Architecture) -> tuple[int, int, int, int]:
+    """Parameters of the policy without adapters, all weights, trained parameters, and how many of these are experts'."""
+    held, experts = max(_held_by_ranks(config, shape))
+    critic = critic_shape(config, shape)
+    critics, critics_experts = max(_held_by_ranks(config, critic)) if critic else (0, 0)
+    adapters = _adapters_of_rank(config, shape)
+    trained = (adapters or held) + critics
+    return held, held + adapters + critics, trained, (0 if adapters else experts) + critics_experts
+
+
+def _copies(config: RunConfig) -> tuple[int, int]:
+    """The ranks that share the optimizer state of a parameter, and of an expert's."""
+    t = config.trainer
+    if not t.optimizer.distributed:
+        return 1, 1
+    # ranks with other experts share none of their states
+    split = t.parallel.expert * t.parallel.tensor_of_experts * t.parallel.pipeline
+    return config.data_parallel * t.parallel.context, t.world_size // split
+
+
+def state_bytes(config: RunConfig) -> int:
+    """Bytes of optimizer state to a parameter: two moments, and the fp32 weight beside one in bfloat16."""
+    return 2 * FP32 + (FP32 if config.dtype == "bfloat16" else 0)
+
+
+def stepped_on_host(config: RunConfig, shape: Architecture) -> int:
+    """Parameters that the fullest rank steps on the host."""
+    _, _, trained, experts = _of_fullest_rank(config, shape)
+    shards, copies = _copies(config)
+    return ceil(
+        config.trainer.optimizer.offload * (ceil((trained - experts) / shards) + ceil(experts / copies))
+    )
 
 
 def _adapters(config: RunConfig, shape: Architecture) -> int:
@@ -125,9 +165,15 @@ def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[
     if layout.device != "cuda" or not layout.world_size:
         return []
     weights, states = saved_bytes(config, shape)
+    offload = config.trainer.optimizer.offload
     parts = []
-    if config.trainer_offloads:
-        parts.append(MemoryPart("optimizer while engines generate, fp32", states))
+    if offload:
+        # the host has an fp32 weight beside the model's own, also if that is in fp32
+        kept = ceil(offload * states / state_bytes(config)) * (3 * FP32)
+        parts.append(MemoryPart("optimizer that is stepped there, fp32", kept))
+        parts.append(MemoryPart("gradients and weights on their way, pinned", layout.world_size * ON_THE_WAY))
+    if config.trainer_offloads and offload < 1:
+        parts.append(MemoryPart("optimizer while engines generate, fp32", ceil((1 - offload) * states)))
     if config.saves_in_background and config.checkpoint.every < config.run.iterations:
         parts.append(MemoryPart("a checkpoint that is being written", weights + states))
     return parts
@@ -138,7 +184,7 @@ def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
     width = 2 if config.dtype == "bfloat16" else 4
     critic = critic_shape(config, shape)
     trained = (_adapters(config, shape) or shape.parameters) + (critic.parameters if critic else 0)
-    return trained * width, trained * (2 * FP32 + (FP32 if width == 2 else 0))
+    return trained * width, trained * state_bytes(config)
 
 
 def critic_shape(config: RunConfig, policy: Architecture) -> Architecture | None:

@@ -12,6 +12,7 @@ from millrace.core.config.plan.memory import (
     trainer_memory,
 )
 from millrace.core.config.plan.numbers import Numbers, numbers_of
+from millrace.core.config.plan.offload import HostStep, host_step
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import architecture
@@ -28,6 +29,7 @@ class Plan:
     parameters: int | None
     trainer_memory: list[MemoryPart]
     host_memory: list[MemoryPart]
+    host_step: HostStep | None
     engine_memory: list[MemoryPart]
     disk: list[MemoryPart]
     files: list[str]
@@ -50,6 +52,9 @@ def make_plan(config: RunConfig, gpus: int | None = None) -> Plan:
         parameters=shape.parameters if shape else None,
         trainer_memory=trainer_memory(config, shape) if shape and layout.world_size else [],
         host_memory=host_memory(config, shape, layout) if shape else [],
+        host_step=host_step(config, shape)
+        if shape and layout.device == "cuda" and layout.world_size
+        else None,
         engine_memory=engine_memory(config, shape, layout) if shape and config.generates else [],
         disk=disk(config, shape, numbers) if shape else [],
         files=files(config, root),

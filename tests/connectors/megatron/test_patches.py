@@ -24,6 +24,8 @@ UPSTREAM = ("torch", "megatron")
 # attributes of megatron's and PyTorch's objects that patches.py sets on instances, which have no name to tell them by
 PATCHED_ATTRIBUTES = {
     "_copy_main_params_to_model_params",
+    "_copy_model_grads_to_main_grads",
+    "get_main_grads_for_grad_norm",
     "_set_main_param_and_optimizer_states",
     "cuda_dtoh_stream",
     "sharded_param_state_fully_reshardable",
@@ -136,6 +138,8 @@ def test_an_assignment_into_an_object_of_millraces_own_is_not(source: str) -> No
         (moe_utils, "HAVE_TE"),
         (layers, "_grad_accum_fusion_available"),
         (DistributedOptimizer, "_copy_main_params_to_model_params"),
+        (DistributedOptimizer, "_copy_model_grads_to_main_grads"),
+        (DistributedOptimizer, "get_main_grads_for_grad_norm"),
         (DistributedOptimizer, "sharded_param_state_fully_reshardable"),
         (DistributedOptimizer, "_set_main_param_and_optimizer_states"),
     ],

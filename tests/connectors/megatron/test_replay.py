@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +16,7 @@ import pytest
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.megatron.optim.host_adamw import HostAdamW
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import StepRequest
 from millrace.core.errors import CorruptFileError, ReplayedStepError
@@ -126,6 +129,47 @@ def test_a_figure_that_differs_in_its_last_bits_stops_the_replay_naming_iteratio
         ReplayedStepError, match=rf"iteration 2, step 3: made again, {name} is .*millrace branch"
     ):
         brought_up(workers, config, changed, 4)
+
+
+class DiesAfterOne(list[Any]):
+    """Chunks of a step, of which the process is killed after the first."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self[0]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_between_chunks(rank: Any) -> None:
+    """Let the next step of the policy's optimizer die so."""
+    trained = rank.learner.policy
+    trained.host = HostAdamW(trained.optimizer, 1.0, 1, chunk=1000)
+    for part in trained.host.parts:
+        assert len(part.chunks) > 2
+        part.chunks = DiesAfterOne(part.chunks)
+
+
+def trained_to_death(workers: Workers, config: dict[str, Any], url: str) -> None:
+    with workers.group(config) as group:
+        group.train([1], url)
+        group.run(die_between_chunks)
+        group.train([2], url)
+
+
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_a_step_that_was_killed_between_chunks_on_the_host_is_made_again(
+    workers: Workers, run: tuple[RunFolder, dict[str, Any], bytes], offload: float
+) -> None:
+    """New ranks make all steps again, also with another fraction of the optimizer on the host than the record's, which is 0."""
+    folder, config, trained = run
+    optimizer = {**config["trainer"]["optimizer"], "offload": offload}
+    on_host = {**config, "trainer": {**config["trainer"], "optimizer": optimizer}}
+    with pytest.raises(RankFailedError, match="the process died"):
+        trained_to_death(workers, config, folder.iteration(0).url_of("batch.parquet"))
+    *again, last = brought_up(workers, on_host, folder, 4)
+    recorded = steps_of(folder, 0) + steps_of(folder, 1)
+    for name in ("lr", "loss", "grad_norm"):
+        assert [step[name] for step in again] == [step[name] for step in recorded]
+    assert last["weights"] == [trained]
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def fill_state(rank: Any) -> None:
     from millrace.connectors.trainers.megatron.optim import parameter_state as module
 
     for part in rank.optimizer.chained_optimizers:
-        module._fill_state(part.optimizer)
+        module.fill_state(part.optimizer)
 
 
 def test_a_step_of_another_algorithm_is_not_made_again_by_this_trainer(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millrace.connectors.trainers.megatron.optim.host_adamw import CHUNK, SLOTS
 from millrace.core.config.plan import make_plan, parameters_of_rank
 from millrace.core.config.plan.memory import BYTES_PER_LOGPROB
+from millrace.core.config.plan.offload import host_step
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.run_config import RunConfig
 from millrace.core.families.architecture import architecture
-from millrace.flows.preflight.plan_table import _layout
+from millrace.flows.preflight.plan_table import _layout, host_step_text
 from tests.support.qwen3 import QWEN3_06B
 
 MOE = {
@@ -150,6 +153,54 @@ def test_host_memory_of_all_ranks_together(
     plan = make_plan(config(tmp_path, *on_gpus, *overrides), gpus=4)
     each = architecture(QWEN3_06B).parameters
     assert [part.size for part in plan.host_memory] == [bytes * each for bytes in bytes_each]
+
+
+@pytest.mark.parametrize(
+    ("offload", "on_gpu", "on_host"), [("0", 12, [12]), ("0.5", 6, [6, None, 6]), ("1", None, [12, None])]
+)
+def test_a_fraction_of_the_optimizer_state_moves_from_the_gpus_to_the_host(
+    tmp_path: Path, offload: str, on_gpu: int | None, on_host: list[int | None]
+) -> None:
+    """None in on_host: the memory of chunks on their way, which does not grow with the model."""
+    given = ["model.dtype=bfloat16", "engines.kind=sglang", "placement.colocate=true", "trainer.world_size=2"]
+    given += ["engines.count=2", "checkpoint.background=false", f"trainer.optimizer.offload={offload}"]
+    plan, each = make_plan(config(tmp_path, *given), gpus=2), architecture(QWEN3_06B).parameters
+    optimizer = [part.size for part in plan.trainer_memory if part.name.startswith("optimizer")]
+    assert optimizer == ([] if on_gpu is None else [on_gpu * each // 2])
+    ways = 2 * SLOTS * 2 * CHUNK * 4
+    assert [part.size for part in plan.host_memory] == [
+        ways if size is None else size * each for size in on_host
+    ]
+
+
+def test_a_step_waits_for_the_slower_of_adamw_on_the_host_and_pcie(tmp_path: Path) -> None:
+    """The bytes are those of the model; with few cores AdamW is slower, with many PCIe could be."""
+    given = ["model.dtype=bfloat16", "trainer.optimizer.offload=1"]
+    each = architecture(QWEN3_06B).parameters
+    shape = architecture(QWEN3_06B)
+    few, many = (host_step(config(tmp_path, *given), shape, cores) for cores in (2, 16))
+    assert few is not None
+    assert many is not None
+    assert (few.gradients, few.weights) == (4 * each, 2 * each)
+    assert few.adamw_s == pytest.approx(8 * many.adamw_s)
+    assert few.waits_s == few.adamw_s > few.copies_s == many.copies_s
+    text = host_step_text(few)
+    assert f"waits about {few.adamw_s:.2g} s for AdamW there" in text
+    assert "2.22 GiB of gradients" in text
+    assert "for PCIe" in host_step_text(replace(few, copies_s=2 * few.adamw_s))
+    assert host_step(config(tmp_path, "trainer.optimizer.offload=0"), shape, 2) is None
+    assert make_plan(config(tmp_path, *given), gpus=0).host_step is None
+
+
+def test_ranks_of_a_host_share_its_cores_and_memory(tmp_path: Path) -> None:
+    """Two ranks have half of the elements each, and half of the cores: AdamW takes as long, copies half as long."""
+    given = ["model.dtype=bfloat16", "trainer.optimizer.offload=1"]
+    shape = architecture(QWEN3_06B)
+    one, two = (host_step(config(tmp_path, *given, f"trainer.world_size={n}"), shape, 16) for n in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert two.adamw_s == pytest.approx(one.adamw_s)
+    assert two.copies_s == pytest.approx(one.copies_s / 2)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from millrace.core.config import layout_rules
-from millrace.core.config.plan.memory import trainer_memory
-from millrace.core.config.plan.preset_memory import USED
+from millrace.core.config.plan.layout import layout_of
+from millrace.core.config.plan.memory import host_memory, trainer_memory
+from millrace.core.config.plan.preset_memory import KINDS, USED
 from millrace.core.config.plan.proposals import AXES, proposals
 from millrace.core.config.rules import problems
 from millrace.core.config.run_config import RunConfig
@@ -56,6 +57,33 @@ def test_each_layout_fits_or_has_its_reason(preset: str, gpus: int) -> None:
     if preset == "qwen3-4b":
         assert found.undivided == {"does not divide the model's 36 layers": ["pipeline 8"]}
         assert max(tensor for tensor, *_ in splits) == 8
+
+
+LONG = {  # answers of 16,384 tokens, each a pack
+    "data": {"sources": [{"path": "p"}], "max_prompt_tokens": 1024},
+    "rollout": {"sampling": {"max_new_tokens": 16384}},
+}
+
+
+@pytest.mark.parametrize(("preset", "gpus"), [("qwen3-4b", 1), ("qwen3-30b-a3b", 8)])
+def test_a_model_fits_gpus_of_80_gb_with_its_optimizer_on_the_host(preset: str, gpus: int) -> None:
+    """Without it the one fits no layout, and the other none in which each rank holds whole layers."""
+    found = [
+        proposals(
+            config(trainer={"max_pack_tokens": 17408, "optimizer": {"offload": offload}}, **LONG),
+            shape(preset),
+            gpus,
+            int(KINDS[80] * GIB),
+        )
+        for offload in (0.0, 1.0)
+    ]
+    whole = [[each for each in part.fit if each.config.trainer.parallel.tensor == 1] for part in found]
+    assert whole[0] == []
+    assert whole[1] != []
+    for each in found[1].fit:
+        host = host_memory(each.config, shape(preset), layout_of(each.config, gpus))
+        stepped = next(part for part in host if "stepped there" in part.name)
+        assert stepped.size == 12 * shape(preset).parameters
 
 
 def test_a_tensor_parallel_group_is_proposed_over_hosts_only_if_it_may_span_them() -> None:

@@ -30,6 +30,7 @@ OF_MEGATRON = {
     "trainer.megatron.moe_z_loss_coeff": 0.1,
     "trainer.megatron_optimizer.decoupled_weight_decay": "false",
     "trainer.megatron_ddp.bucket_size": 100,
+    "trainer.optimizer.offload": 0.5,
 }
 SPECULATIVE = ["engines.kind=sglang", "engines.sglang.speculative_algorithm=STANDALONE"]
 OVER_NODES = ["engines.kind=sglang", "engines.gpus=4", "engines.nodes=2", "placement.tensor_over_hosts=true"]
@@ -137,6 +138,10 @@ def test_these_agree(overrides: list[str]) -> None:
         ),
         (["evaluation.sets.held.sampling={max_new_tokens: 70000}"], "engines.max_total_tokens"),
         (["trainer.optimizer.betas=[0.9, 1]"], "trainer.optimizer.betas.1"),
+        (
+            ["trainer.optimizer.offload=0.5", "trainer.optimizer.distributed=false"],
+            "trainer.optimizer.offload",
+        ),
         (["trainer.schedule.min_lr=1"], "trainer.schedule.min_lr"),
         (["checkpoint.keep_best=eval/held/reward_maen"], "checkpoint.keep_best"),
         (["checkpoint.keep_best=eval/other/reward_mean"], "checkpoint.keep_best"),

@@ -4,7 +4,8 @@ Without Transformer Engine or Apex, megatron's own step reads one number from th
 passes. Owns no state: the optimizer and its checkpoints stay megatron's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,39 @@ from millrace.connectors.trainers.megatron import patches
 from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What a rank steps of one parameter, all flat: its fp32 copy, its gradient, and where its weights go in the model's buffer."""
+
+    main: Tensor
+    gradient: Tensor
+    target: Tensor
+
+
+def shards_of(part: Any) -> Iterator[Shard]:
+    """The shards of a distributed optimizer's part."""
+    groups = [
+        *zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True),
+        *zip(part.shard_fp32_groups, part.model_fp32_groups, strict=True),
+    ]
+    for main_parameters, model_parameters in groups:
+        for main, model in zip(main_parameters, model_parameters, strict=True):
+            spans = part._get_model_param_range_map(model)
+            own, in_bucket = spans["param"], spans["gbuf_world_in_bucket"]
+            number, _, bucket = part.model_param_gbuf_map[model]
+            flat = part.buffers[number].buckets[bucket].param_data.view(-1)
+            gradient = model.main_grad.view(-1)[own.start : own.end]
+            yield Shard(main, gradient, flat[in_bucket.start : in_bucket.end])
+
+
 def _parts(optimizer: Any) -> list[Any]:
     return [part for part in parts_of(optimizer) if part.optimizer is not None]
 
 
 def _fusable(part: Any) -> bool:
-    """Whether this is torch's AdamW, and its parameters are on a GPU."""
-    return isinstance(part.optimizer, torch.optim.AdamW) and all(p.is_cuda for p in _parameters(part))
+    """Whether this is torch's AdamW, and its parameters are on a GPU, without those that the host steps."""
+    on_gpu = [parameter.is_cuda for parameter in _parameters(part)]
+    return isinstance(part.optimizer, torch.optim.AdamW) and (any(on_gpu) or not on_gpu)
 
 
 def _parameters(part: Any) -> list[Tensor]:
@@ -37,7 +64,7 @@ def applies(optimizer: Any) -> bool:
 
 
 def install(optimizer: Any) -> None:
-    """Make AdamW one kernel and the copy of the weights another, if possible. Call it again after loading a state."""
+    """Make AdamW one kernel, if possible. Call it again after loading a state."""
     for part in _parts(optimizer):
         if not _parameters(part) or not _fusable(part):
             continue
@@ -48,7 +75,12 @@ def install(optimizer: Any) -> None:
                 state = adam.state.get(parameter, {})
                 if "step" in state:
                     state["step"] = state["step"].to(parameter.device)
-        if isinstance(part, DistributedOptimizer):
+
+
+def install_weight_copy(optimizer: Any) -> None:
+    """Make the copy of the weights one kernel, if possible."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer) and _parameters(part) and _fusable(part):
             patches.replace_weight_copy(part, _weight_copy(part))
 
 
@@ -56,21 +88,9 @@ def _weight_copy(part: Any) -> Callable[[], None]:
     """A function that writes this rank's fp32 parameters to the buffer from which the model's are gathered."""
     pairs: list[tuple[Tensor, Tensor]] = []
 
-    def find_pairs() -> None:
-        groups = [
-            *zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True),
-            *zip(part.shard_fp32_groups, part.model_fp32_groups, strict=True),
-        ]
-        for main_parameters, model_parameters in groups:
-            for main, model in zip(main_parameters, model_parameters, strict=True):
-                span = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-                number, _, bucket = part.model_param_gbuf_map[model]
-                flat = part.buffers[number].buckets[bucket].param_data.view(-1)
-                pairs.append((flat[span.start : span.end], main.detach()))
-
     def copy() -> None:
         if not pairs:
-            find_pairs()
+            pairs.extend((shard.target, shard.main.detach()) for shard in shards_of(part))
         torch._foreach_copy_([target for target, _ in pairs], [main for _, main in pairs])
 
     return copy

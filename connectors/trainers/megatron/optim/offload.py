@@ -75,9 +75,9 @@ class OptimizerOffload:
 
     def _host(self, number: int, size: int) -> Tensor:
         if number == len(self._hosts):
-            self._hosts.append(_pinned(size))
+            self._hosts.append(pinned(size))
         elif self._hosts[number].numel() != size:
-            self._hosts[number] = _pinned(size)
+            self._hosts[number] = pinned(size)
         return self._hosts[number]
 
     def _storages(self) -> tuple[list[Any], list[Any]]:
@@ -108,7 +108,8 @@ class OptimizerOffload:
                     yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _pinned(size: int) -> Tensor:
+def pinned(size: int) -> Tensor:
+    """Pinned host memory of so many bytes. Raises TrainerMemoryError if the host has none."""
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

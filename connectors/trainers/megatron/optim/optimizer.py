@@ -44,6 +44,7 @@ def make_optimizer(models: list[DistributedDataParallel], config: RunConfig, lr:
         use_gloo_process_groups=False,
     )
     fused_adamw.install(optimizer)
+    fused_adamw.install_weight_copy(optimizer)
     return optimizer
 
 

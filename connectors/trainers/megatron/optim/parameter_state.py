@@ -133,6 +133,8 @@ def _joined(
     parts = {key: held[key].detach().flatten() for key in KEYS}
     if len(pieces) == 1:
         return parts
+    # NCCL sends no host memory, where a rank may hold its piece
+    parts = {key: part.to(parameter.device) for key, part in parts.items()}
     if owner != own:
         _exchange(
             [dist.P2POp(dist.isend, parts[key], dist.get_global_rank(group, owner), group) for key in KEYS]
@@ -149,7 +151,7 @@ def _joined(
                 peer = dist.get_global_rank(group, piece.rank)
                 received.append(dist.P2POp(dist.irecv, target, peer, group))
     _exchange(received)
-    return joined
+    return {key: tensor.to(held["param"].device) for key, tensor in joined.items()}
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
@@ -192,7 +194,7 @@ def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: boo
     """The optimizer's sharded state dict, in the form that loads under any layout."""
     parts = parts_of(optimizer)
     for part in parts:
-        _fill_state(part.optimizer)
+        fill_state(part.optimizer)
     with (
         patches.empty_parts_saved(_empty(parts)),
         patches.parameters_saved_in_place(_distributed(parts), sharded_parameter_state),
@@ -295,7 +297,7 @@ def _empty(parts: list[Any]) -> list[Any]:
     ]
 
 
-def _fill_state(adam: torch.optim.Optimizer) -> None:
+def fill_state(adam: torch.optim.Optimizer) -> None:
     """Give Adam the state that its first step would create. A real step would decay weights."""
     for group in adam.param_groups:
         for parameter in group["params"]:

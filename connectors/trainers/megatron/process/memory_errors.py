@@ -16,6 +16,7 @@ OUT_OF_MEMORY_TEXTS = (
     "device_allocation_failed",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
     "failed to cuda calloc",  # NCCL
 )
+STATE_BYTES = 12  # a parameter's fp32 copy and two moments
 RESTART = "Then start the run again: it resumes from the newest checkpoint and keeps what was generated"
 
 
@@ -32,6 +33,8 @@ def out_of_memory(call: str, rank: int, config: RunConfig, reason: str) -> Train
         stronger = "selective or full" if t.recompute == "none" else "full"
         remedies.append(f"trainer.recompute (now {t.recompute}: {stronger})")
     remedies.append(f"trainer.logprob_chunk_tokens (now {t.logprob_chunk_tokens}: lower it)")
+    if t.optimizer.distributed and t.optimizer.offload < 1:
+        remedies.append(f"trainer.optimizer.offload (now {t.optimizer.offload:g}: raise it)")
     remedies.append("trainer.parallel.tensor, .pipeline or .context (more GPUs a model)")
     if config.placement.colocate:
         share = config.engines.sglang.get("mem_fraction_static", "its default")
@@ -52,6 +55,17 @@ def out_of_host_memory(size: int, reason: str) -> TrainerMemoryError:
         remedy="give the node more memory (12 bytes per parameter trained on it), or set placement.offload_trainer=false (now "
         f"true) if the GPUs have room for trainer and engines at once. {RESTART}",
     )
+
+
+def check_room_to_offload(elements: int, ranks: int) -> None:
+    """Raise TrainerMemoryError if this host lacks memory to step `elements` parameters for each of its ranks."""
+    needed, free = ranks * elements * STATE_BYTES, psutil.virtual_memory().available
+    if needed > free:
+        raise TrainerMemoryError(
+            f"the host has {free / 2**30:.1f} GiB of memory free, and {ranks} ranks need {needed / 2**30:.1f} GiB for the "
+            "optimizer's state",
+            remedy=f"lower trainer.optimizer.offload, or give the node more memory. {RESTART}",
+        )
 
 
 def check_host_memory(size: int, config: RunConfig) -> None:
