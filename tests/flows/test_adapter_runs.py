@@ -119,7 +119,9 @@ NAMES = (*LORA, "sync.lora=names", "engines.kind=embedded", "trainer.device=cpu"
 LATE = ("pipeline.ahead=1", "algorithm.correction.kind=truncate")
 
 
-@pytest.mark.parametrize("ahead", [(), LATE], ids=["in turn", "ahead"])
+@pytest.mark.parametrize(
+    "ahead", [pytest.param((), marks=pytest.mark.slow, id="in turn"), pytest.param(LATE, id="ahead")]
+)
 def test_engines_serve_each_version_by_its_name_and_never_pause(
     workplace: Workplace, tmp_path: Path, ahead: tuple[str, ...]
 ) -> None:
@@ -135,6 +137,7 @@ def test_engines_serve_each_version_by_its_name_and_never_pause(
     assert max(gaps) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_names_ends_alike(workplace: Workplace, tmp_path: Path) -> None:
     whole, killed = (tmp_path / root / "a" for root in ("whole", "killed"))
     workplace.train(tmp_path / "whole", *NAMES)
