@@ -202,7 +202,6 @@ ROWS = {
     "tasks/batching/batch_selection.py": {"ctx.stream.wait": INSIDE},
     "tasks/generation/admission.py": {"await given": REQUEST, "asyncio.sleep": BACKGROUND},
     "tasks/generation/single_samples.py": {
-        "async with self._places.place(priority)": REQUEST,
         "async with self._ready": HELD,
     },
     "tasks/generation/part_writer.py": {

@@ -17,7 +17,7 @@ from millrace.core.sharding import WHOLE, Share
 from millrace.tasks.generation.admission import FixedPlaces, KvPlaces, places_of
 from millrace.tasks.generation.failures import FailureBudget
 from millrace.tasks.generation.single_samples import SampleGenerator
-from tests.support.engine_process import embedded_engine
+from tests.support.engine_process import embedded_engine, peaked_model
 from tests.support.scripted_engines import ScriptedEngines
 
 MakeConfig = Callable[..., RunConfig]
@@ -98,13 +98,14 @@ def test_the_configuration_chooses_the_places(make_config: MakeConfig) -> None:
 
 
 async def test_an_embedded_engine_with_a_small_cache_gets_no_more_than_it_holds(
-    tiny_model: Path, tmp_path: Path, make_config: MakeConfig
+    tmp_path: Path, make_config: MakeConfig
 ) -> None:
     """With a fixed number, half of the requests would wait in the engine."""
     sampling = {"max_new_tokens": 60, "min_new_tokens": 40}
     config = make_config(rollout={"admission": "kv", "max_concurrency": 64, "sampling": sampling})
     small = ("--max-total-tokens", "2100", "--max-running-requests", "256")
-    with embedded_engine(tiny_model, *small, "--weight-version", "0", log=tmp_path / "log") as (url, _):
+    model = peaked_model(tmp_path / "model", seed=0)
+    with embedded_engine(model, *small, "--weight-version", "0", log=tmp_path / "log") as (url, _):
         client = SglangClient(url, "engine-0")
         engines = Dispatcher(
             lambda: [client], _no_recovery, lambda *_: None, version=0, attempts=1, progress_timeout_s=60
