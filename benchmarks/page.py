@@ -26,7 +26,7 @@ CHOSEN = (
     "weight sync on one GPU, 4B",
     "rollout over raw SGLang, 0.6B, 256 × 512 tokens",
     "trainer's step, 0.6B, 8 × 2,048 tokens",
-    "trainer's step, 0.6B, 1 × 16,384 tokens",
+    "trainer's step, 4 layers of 30B-A3B, 8 × 2,048 tokens",
     "iteration, 0.6B, 128 × 2,048 tokens",
     "its checkpoints of 4B, 56 GB, written while the run goes on",
     "learning, 25M parameters, held-out accuracy",

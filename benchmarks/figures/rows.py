@@ -255,6 +255,17 @@ def _trainer_rows(row: Callable[..., Row]) -> Iterator[Row]:
 
         target = "MFU ≥ 40 %" if length else ""
         yield row("trainer", f"trainer's step, {shape.upper()}, {batch}", target, command, show)
+    command = "python -m benchmarks.gpu.trainer --shape 30b-a3b-4"
+    for what, part, target in (("trainer's step", "step", 25), ("their layers alone", "layers", 18)):
+
+        def share(result: Any, part: str = part) -> str:
+            grouped = result["experts"][f"grouped: {part}"]
+            times = result["experts"][f"{part}: one by one / grouped"]
+            rate = f"{grouped['tokens_per_second']:,.0f} tokens/s, MFU {grouped['share_of_peak']:.1%}"
+            return f"{rate}, {times:.1f} times one expert after the other"
+
+        size = f"{what}, 4 layers of 30B-A3B, 8 × 2,048 tokens"
+        yield row("experts", size, f"MFU ≥ {target} %", command, share)
 
 
 def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:

@@ -53,7 +53,7 @@ def rank(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tra
 @pytest.mark.parametrize("routing", expert_checks.ROUTINGS)
 def test_they_equal_experts_one_after_the_other_up_to_rounding(rank: TrainerRank, routing: str) -> None:
     far = expert_checks.both_ways(rank, routing)
-    assert far["output"] < 5e-3
+    assert far["output"] < 1e-2
     assert far["gradient"] < 1.5e-2
 
 

@@ -28,7 +28,8 @@ Rows = list[dict[str, Any]]
 
 VOCABULARY = 128
 EXACT = 2e-4  # nats, of two computations in float32
-GRADIENTS = 0.05  # of a tensor's gradient, by its norm; 0.03 in bfloat16
+GRADIENTS = 0.05  # of a tensor's gradient, by its norm; 0.03 in bfloat16, and more of deep models
+ROUNDED = 1.5  # times what the plain model's gradients differ in bfloat16
 NORMS = 0.03  # of a gradient's norm
 LONGEST = 80  # tokens of an answer: several windows, and past the context before YaRN
 ROUTER_BIAS = "e_score_correction_bias"  # float32 in every checkpoint
@@ -114,6 +115,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "kimi_k2": DEEPSEEK,
     "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
+    "qwen3_next": {"full_attention_interval": 2},
 }
 
 
@@ -299,9 +301,15 @@ def check_gradients(
     """Gradients of a step are those of Hugging Face's class in float32. folder: of a `smooth` model; into: for files."""
     url, rows = steps[0]
     expected = PlainModel(folder, torch.float32, device).gradients(rows, into / "plain")
+    rounded = PlainModel(folder, torch.bfloat16, device).gradients(rows, into / "rounded")
     everywhere(trainer_gradients, url, str(into / "trainer"))
     far = far_gradients(stored(into / "trainer"), expected)
-    assert {name: distance for name, distance in far.items() if distance > GRADIENTS} == {}
+    limits = {
+        name: max(GRADIENTS, ROUNDED * distance)
+        for name, distance in far_gradients(rounded, expected).items()
+    }
+    beyond = {name: (distance, limits[name]) for name, distance in far.items() if distance > limits[name]}
+    assert not beyond, beyond
 
 
 def check_steps(
