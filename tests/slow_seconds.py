@@ -30,6 +30,7 @@ SECONDS = {
     "tests/flows/test_two_nodes.py": 285.0,
     "tests/flows/test_two_nodes.py::test_engines_on_loopback": 130.0,
     "tests/flows/test_two_nodes.py::test_where_a_node_cannot_reach": 190.0,
+    "tests/flows/viewer/": 60.0,
     "tests/pairs/": 60.0,
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from millrace.core.errors import ConfigError
@@ -15,6 +16,7 @@ from millrace.flows.viewer.overview import Step, iteration_of_step, step_figures
 from millrace.flows.viewer.stored import NotShown, Problems, ViewedRun
 
 PAGE = 50  # groups or samples
+BEFORE, MOST_UNUSUAL = 20, 12  # iterations that say what is usual; figures that are shown
 POINTS = 3000  # of a scatter; more samples are counted in cells
 ACROSS, DOWN = 90, 45  # cells
 ORDERS = {
@@ -33,7 +35,7 @@ SHOWN = {
 }
 GROUPS = """
 SELECT group_id, any_value(source) AS source, min(ordinal) AS ordinal, count(*) AS samples,
-  count(*) FILTER (verdict = 'kept') AS kept, avg(reward) AS reward, min(reward) AS least, max(reward) AS most,
+  count(*) FILTER (verdict = 'kept') AS kept, coalesce(avg(reward), any_value(group_reward)) AS reward, min(reward) AS least, max(reward) AS most,
   max(reward) - min(reward) AS spread, avg(length) AS length, max(length) AS longest,
   count(*) FILTER (reward IS NULL) AS unscored, any_value(verdict) AS verdict, any_value(reason) AS reason,
   any_value(dropped_by) AS dropped_by, min(version) AS version, any_value(reused_from) AS reused_from
@@ -56,6 +58,15 @@ ORDER BY abs(reward - (SELECT median(reward) FROM samples)), abs(length - (SELEC
 
 
 @dataclass(frozen=True)
+class Unusual:
+    """A figure that is far from what it was in the iterations before. usual: its median there."""
+
+    name: str
+    value: float
+    usual: float
+
+
+@dataclass(frozen=True)
 class IterationView:
     """An iteration's page."""
 
@@ -64,6 +75,7 @@ class IterationView:
     samples: int
     unused: int  # groups that were drawn in reserve and given back
     metrics: dict[str, float]
+    unusual: list[Unusual]
     groups: list[dict[str, Any]]
     groups_found: int
     page: int
@@ -106,6 +118,7 @@ def iteration_view(
         samples=table.count,
         unused=table.unused,
         metrics=dict(committed.metrics) if committed else {},
+        unusual=_unusual(run, index),
         groups=groups,
         groups_found=found,
         page=page,
@@ -117,6 +130,22 @@ def iteration_view(
         partial=table.partial,
         problems=[*run.problems.listed(), *table.problems],
     )
+
+
+def _unusual(run: ViewedRun, index: int) -> list[Unusual]:
+    """Figures that differ most from the `BEFORE` iterations before, measured by how much they varied there; the largest first."""
+    earlier = [run.committed[each].metrics for each in sorted(run.committed) if each < index][-BEFORE:]
+    found: list[tuple[float, Unusual]] = []
+    for name, value in run.committed[index].metrics.items() if index in run.committed else ():
+        if not (values := [each[name] for each in earlier if name in each]):
+            continue
+        usual = median(values)
+        varied = median(abs(each - usual) for each in values)
+        if value != usual:
+            # where nothing varied yet, a hundredth of the figure counts as usual
+            distance = abs(value - usual) / (varied + abs(usual) / 100 + 1e-12)
+            found.append((distance, Unusual(name, value, usual)))
+    return [each for _, each in sorted(found, key=lambda pair: (-pair[0], pair[1].name))[:MOST_UNUSUAL]]
 
 
 def _verdicts(table: SampleTable) -> list[dict[str, Any]]:

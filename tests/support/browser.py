@@ -14,26 +14,42 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @contextlib.contextmanager
-def open_browser(
-    user: str, password: str, *, outside: int | None = None, size: tuple[int, int] = (1440, 1200)
-) -> Iterator[Any]:
-    """A page of a browser that has the user's login for servers that ask by HTTP. Skips the test where there is none.
+def running_browser(outside: int | None = None) -> Iterator[Any]:
+    """A browser. Fails the test, saying what to install, where there is none.
 
-    outside: port of this host that every request to an address outside goes to, instead of the network. size: of the window.
+    outside: port of this host that every request to an address outside goes to, instead of the network.
     """
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    try:
+        from playwright import sync_api
+    except ImportError:
+        pytest.fail("no playwright: pip install 'millrace[browser]'", pytrace=False)
     if CHROMIUM is None:
-        pytest.skip("no Chromium: apt install chromium")
-    with playwright.sync_playwright() as driver:
+        pytest.fail("no Chromium: apt install chromium", pytrace=False)
+    with sync_api.sync_playwright() as driver:
         # given to Chromium itself: by Playwright's own option requests to this host would go there too
         proxy = [f"--proxy-server=http://127.0.0.1:{outside}"] if outside else []
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *proxy])
-        login = {"username": user, "password": password}
-        page = browser.new_context(
-            viewport={"width": size[0], "height": size[1]}, http_credentials=login
-        ).new_page()
-        page.set_default_timeout(PATIENCE_MS)
         try:
-            yield page
+            yield browser
         finally:
             browser.close()
+
+
+@contextlib.contextmanager
+def open_page(browser: Any, user: str, password: str, size: tuple[int, int] = (1440, 1200)) -> Iterator[Any]:
+    """A page that has the user's login for servers that ask by HTTP, and nothing of earlier pages. size: of the window."""
+    login = {"username": user, "password": password}
+    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, http_credentials=login)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    try:
+        yield page
+    finally:
+        context.close()
+
+
+@contextlib.contextmanager
+def open_browser(user: str, password: str, *, outside: int | None = None) -> Iterator[Any]:
+    """A page of a browser of its own. Arguments: of `open_page` and `running_browser`."""
+    with running_browser(outside) as browser, open_page(browser, user, password) as page:
+        yield page

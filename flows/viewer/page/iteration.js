@@ -23,7 +23,7 @@ async function iterationView() {
   return [
     el("h1", {}, "Iteration " + view.iteration), troubles(view.problems), EMBEDDED ? null : el("p", {}, neighbours),
     el("p", {}, view.committed ? "committed" : "open: shown as far as it has come", ", ", num(view.samples), " samples", view.unused ? "; " + num(view.unused) + " groups of the reserve were not needed" : ""),
-    view.partial ? el("p", { class: "note" }, "Rewards and lengths of samples that were not trained are in many files. ",
+    view.partial ? el("p", { class: "note" }, "Rewards and lengths are in many or large files; without them means and verdicts are shown. ",
       el("button", { on: { click: () => open({ whole: 1 }) } }, "Read them too")) : null,
     el("div", { class: "charts" }, scatter(view, sampleAt), section("Notable samples", table(["", "samples"], notable, { label: "notable samples" }))),
     section("What became of them", table(["verdict", "reason", "samples", "groups", ""], verdicts, { label: "verdicts" })),
@@ -31,10 +31,18 @@ async function iterationView() {
       choice("show", ["all", "kept", "dropped", "zero variance", "not scored"], query.get("shown") || "all", (value) => open({ shown: value }))),
       table(["group", "source", "kept", "reward", "from … to", "length", "longest", "verdict", "version"], groups, { label: "groups" }),
       pages > 1 && !EMBEDDED ? el("p", {}, num(view.groups_found) + " groups. Page ", choice("", [...Array(Math.min(pages, 500)).keys()].map((page) => String(page + 1)), String(view.page + 1), (value) => open({ page: value - 1 }))) : null),
+    differences(view),
     section("Figures", el("details", {}, el("summary", {}, Object.keys(view.metrics).length + " figures"),
       table(["figure", "value"], Object.entries(view.metrics).sort().map(([name, value]) => [name, num(value, 6)]), { label: "figures" }))),
     EMBEDDED ? null : checks(view.iteration),
   ];
+}
+
+function differences(view) {
+  const rows = view.unusual.map((each) => [each.name, num(each.value), num(each.usual), (each.value > each.usual ? "+" : "") + num(each.value - each.usual)]);
+  return view.iteration < 2 || !view.committed ? null : section("What it did differently", rows.length
+    ? table(["figure", "iteration " + view.iteration, "usual before", "difference"], rows, { label: "what it did differently" })
+    : el("p", {}, "No figure differs from the iterations before."));
 }
 
 function checks(iteration) {

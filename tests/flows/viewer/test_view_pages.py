@@ -17,7 +17,7 @@ from millrace.flows.viewer.answers import Viewer
 from millrace.flows.viewer.app import PAGE, application, opened
 from millrace.flows.viewer.export import exported
 from tests.support.attacks import ATTACKS
-from tests.support.browser import open_browser
+from tests.support.browser import open_page, running_browser
 from tests.support.viewed_run import NAME, write_viewed_run
 
 pytestmark = pytest.mark.slow
@@ -85,10 +85,23 @@ class Page:
         self.page.goto(address)
         self.page.wait_for_selector(SHOWN)
 
+    def wait_for(self, words: str) -> None:
+        """Wait until these words stand in the page, whatever separates them, such as the cells of a table."""
+        until = time.monotonic() + 30
+        while words not in (shown := " ".join(self.page.locator("main").inner_text().split())):
+            assert time.monotonic() < until, shown
+            self.page.wait_for_timeout(100)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with running_browser() as found:
+        yield found
+
 
 @contextlib.contextmanager
-def browser(size: str = "wide") -> Iterator[Page]:
-    with open_browser(*LOGIN, size=SIZES[size]) as page:
+def window(chromium: Any, size: str = "wide") -> Iterator[Page]:
+    with open_page(chromium, *LOGIN, size=SIZES[size]) as page:
         yield Page(page)
 
 
@@ -99,8 +112,8 @@ def test_every_view_of_the_page_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_view_is_shown_and_fits_the_window(address: str, size: str) -> None:
-    with browser(size) as seen:
+def test_every_view_is_shown_and_fits_the_window(chromium: Any, address: str, size: str) -> None:
+    with window(chromium, size) as seen:
         for name, (path, text) in VIEWS.items():
             seen.open(address + path)
             seen.page.locator("main", has_text=text).wait_for(timeout=30_000)
@@ -110,31 +123,62 @@ def test_every_view_is_shown_and_fits_the_window(address: str, size: str) -> Non
         assert {re.match(r"https?://[^/]+", url)[0] for url in seen.asked} == {address.rsplit("/", 1)[0]}  # type: ignore[index]
 
 
-def test_the_keyboard_alone_leads_from_the_run_to_a_token(address: str) -> None:
-    with browser() as seen:
-        seen.open(address)
+# what a person may act on: shown, and not left out of the order of the keyboard, as points of charts are, which tables have too
+ACTED_ON = """[...document.querySelectorAll('a[href], button, input, select, textarea, summary, [tabindex]')]
+  .filter((each) => each.tabIndex >= 0 && each.checkVisibility())"""
+FOCUSED = f"""(() => {{
+  const at = document.activeElement, style = getComputedStyle(at);
+  return [{ACTED_ON}.indexOf(at), style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0];
+}})()"""
 
-        def enter(name: str) -> None:
-            for _ in range(150):
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_keyboard_reaches_all_that_can_be_acted_on_and_shows_where_it_is(
+    chromium: Any, address: str, size: str
+) -> None:
+    with window(chromium, size) as seen:
+        for name, (path, text) in VIEWS.items():
+            seen.open(address + path)
+            seen.page.locator("main", has_text=text).wait_for(timeout=30_000)
+            count = seen.page.evaluate(f"{ACTED_ON}.length")
+            assert count > 3, name
+            reached = []
+            for _ in range(count):
                 seen.page.keyboard.press("Tab")
-                if seen.page.evaluate("document.activeElement.textContent") == name:
-                    break
-            else:
-                raise AssertionError(f"the keyboard does not reach {name}")
-            seen.page.keyboard.press("Enter")
+                number, outlined = seen.page.evaluate(FOCUSED)
+                assert outlined, (name, number)
+                reached.append(number)
+            assert reached == list(range(count)), name
+        assert seen.said == []
 
-        enter("2")
-        seen.page.get_by_role("heading", name="Iteration 2").wait_for()
-        enter("kept1")
-        seen.page.get_by_role("heading", name="Answers side by side").wait_for()
-        enter("sample 0")
-        seen.page.get_by_role("heading", name="What was said").wait_for()
-        enter("tokens")
+
+def go_to(seen: Page, name: str) -> None:
+    """Press the tabulator until the focus is on what has this text or label."""
+    for _ in range(150):
+        seen.page.keyboard.press("Tab")
+        if name in seen.page.evaluate(
+            "[document.activeElement.textContent, document.activeElement.getAttribute('aria-label'), document.activeElement.className]"
+        ):
+            return
+    raise AssertionError(f"the keyboard does not reach {name}")
+
+
+def enter(seen: Page, name: str, heading: str) -> None:
+    go_to(seen, name)
+    seen.page.keyboard.press("Enter")
+    seen.page.get_by_role("heading", name=heading).wait_for()
+
+
+def test_the_keyboard_alone_leads_from_the_run_to_a_token(chromium: Any, address: str) -> None:
+    with window(chromium) as seen:
+        seen.open(address)
+        enter(seen, "2", "Iteration 2")
+        enter(seen, "kept1", "Answers side by side")
+        enter(seen, "sample 0", "What was said")
+        go_to(seen, "tokens")
+        seen.page.keyboard.press("Enter")
         seen.page.locator(".tokens").wait_for()
-        for _ in range(60):
-            seen.page.keyboard.press("Tab")
-            if seen.page.evaluate("document.activeElement.className") == "tokens":
-                break
+        go_to(seen, "tokens: arrow keys go from one to the next")
         seen.page.keyboard.press("End")
         assert "token 7, id" in seen.page.locator(".numbers").inner_text()
         seen.page.keyboard.press("ArrowLeft")
@@ -142,44 +186,100 @@ def test_the_keyboard_alone_leads_from_the_run_to_a_token(address: str) -> None:
         assert seen.said == []
 
 
-# a stranger's questions: the names of the links and buttons that are clicked, and what then stands there
-QUESTIONS: dict[str, tuple[list[str], str]] = {
-    "which samples got a reward with another answer?": (["2", "reward 1, 8 tokens"], "answer found"),
-    "why was this group dropped?": (["2", "same1"], "dropped: zero variance"),
-    "what did iteration 2 do differently?": (["2"], "What became of them"),
+def test_the_keyboard_alone_works_the_other_views(chromium: Any, address: str) -> None:
+    with window(chromium) as seen:
+        seen.open(address)
+        enter(seen, "Evaluations", "Held-out sets")
+        enter(seen, "after 2", "easy, after 2 iterations")
+        seen.page.get_by_label("beside those after").focus()
+        seen.page.keyboard.press("ArrowDown")
+        seen.page.get_by_text("1 answers have another reward").wait_for()
+        enter(seen, "Timeline", "Timeline")
+        go_to(seen, "zoom in")
+        before = seen.page.locator("svg.timeline").inner_html()
+        seen.page.keyboard.press("Enter")
+        assert seen.page.locator("svg.timeline").inner_html() != before
+        enter(seen, "SQL", "SQL")
+        go_to(seen, "query")
+        seen.page.keyboard.press("Control+a")
+        seen.page.keyboard.type("select 40 + 2 as answer")
+        seen.page.keyboard.press("Control+Enter")
+        seen.page.get_by_role("cell", name="42", exact=True).wait_for()
+        enter(seen, "Compare", "Runs side by side")
+        seen.page.get_by_label("by", exact=True).focus()
+        seen.page.keyboard.press("ArrowDown")
+        seen.page.wait_for_url("**by=tokens**")
+        assert seen.said == []
+
+
+# a stranger's questions: what is clicked, a link or button by its name or one in the row of a table, and what then stands there
+Click = str | tuple[str, str]
+QUESTIONS: dict[str, tuple[list[Click], list[str]]] = {
+    "which samples got a reward without being right?": (
+        ["2", ("rewarded, another answer", "reward 1")],
+        ["reference answer 5", "answer found <b>6</b>", "reward 1"],
+    ),
+    "why was this group dropped?": (["2", "same1"], ["dropped: zero variance"]),
+    "what did iteration 2 do differently?": (
+        ["2"],
+        ["What it did differently", "reward/mean 0.75 0.5 +0.25", "dropped zero variance 3 1"],
+    ),
     "which step trained this sample?": (
         ["2", "kept1", "sample 0", "step that made version 2"],
-        "versions behind",
+        ["Step that made version 2", "versions behind"],
     ),
     "which weights generated it?": (
         ["2", "kept1", "sample 0", "weight version 1"],
-        "Step that made version 1",
+        ["Step that made version 1"],
     ),
-    "what did the model think?": (["2", "kept1", "sample 0"], "thinking, 14 characters"),
-    "which tool did it call, and what was the answer?": (["2", "kept1", "sample 0", "turns"], "calls add"),
+    "what did the model think?": (["2", "kept1", "sample 0", "thinking, 14 characters"], ["I need a tool."]),
+    "which tool did it call, and what was the answer?": (
+        ["2", "kept1", "sample 0", "turns"],
+        ['calls add {"a": 2, "b": 3} answer 5'],
+    ),
     "at which token do engine and trainer differ?": (
         ["2", "kept1", "sample 0", "tokens"],
-        "engine minus trainer",
+        ["engine minus trainer 0.125"],
     ),
-    "what became of the tokens?": (["Tokens"], "deferred"),
-    "which held-out answers are right after 2 iterations?": (["Evaluations", "after 2"], "reward 1"),
+    "what became of the tokens?": (["Tokens"], ["generated 20", "trained 14", "dropped 6"]),
+    "which held-out answers are right after 2 iterations?": (
+        ["Evaluations", "after 2"],
+        ["easy, after 2 iterations", "reward 1"],
+    ),
 }
+MOST_CLICKS = 4
+
+
+def test_there_are_ten_questions() -> None:
+    assert len(QUESTIONS) == 10
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_is_answered_in_four_clicks(address: str, question: str) -> None:
-    clicks, answer = QUESTIONS[question]
-    assert len(clicks) <= 4
-    with browser() as seen:
+def test_a_question_is_answered_in_four_clicks(chromium: Any, address: str, question: str) -> None:
+    clicks, answers = QUESTIONS[question]
+    assert len(clicks) <= MOST_CLICKS
+    with window(chromium) as seen:
         seen.open(address)
-        for name in clicks:
-            kind = "button" if name in ("turns", "tokens") else "link"
-            seen.page.get_by_role(kind, name=name, exact=True).first.click()
-            seen.page.wait_for_selector(SHOWN)
-        seen.page.locator("main", has_text=answer).wait_for(timeout=30_000)
+        for click in clicks:
+            _clicked(seen, click)
+        for answer in answers:
+            seen.wait_for(answer)
 
 
-def test_no_text_of_a_model_becomes_a_part_of_a_page(tmp_path: Path) -> None:
+def _clicked(seen: Page, click: Click) -> None:
+    page = seen.page
+    if isinstance(click, tuple):
+        row, name = click
+        page.get_by_role("row").filter(has_text=row).get_by_role("link").filter(has_text=name).first.click()
+    elif page.locator("summary", has_text=click).count():
+        page.locator("summary", has_text=click).first.click()
+    else:
+        found = page.get_by_role("link", name=click, exact=True)
+        found.or_(page.get_by_role("button", name=click, exact=True)).first.click()
+    page.wait_for_selector(SHOWN)
+
+
+def test_no_text_of_a_model_becomes_a_part_of_a_page(chromium: Any, tmp_path: Path) -> None:
     write_viewed_run(str(tmp_path), said=tuple(ATTACKS.values()))
     last = len(ATTACKS) - 1
     views = ["/1", "/1/kept0", f"/-/sql?q={SQL}", "/-/evaluations/easy/1", "/-/step/1"]
@@ -188,7 +288,7 @@ def test_no_text_of_a_model_becomes_a_part_of_a_page(tmp_path: Path) -> None:
         for number in range(last + 1)
         for form in ("conversation", "tokens")
     ]
-    with served(str(tmp_path)) as address, browser() as seen:
+    with served(str(tmp_path)) as address, window(chromium) as seen:
         for path in views:
             seen.open(address + path)
             seen.page.wait_for_timeout(100)
@@ -207,11 +307,11 @@ def test_no_text_of_a_model_becomes_a_part_of_a_page(tmp_path: Path) -> None:
         assert "\\u202e" in shown
 
 
-def test_a_file_that_is_exported_opens_without_a_server(tmp_path: Path) -> None:
+def test_a_file_that_is_exported_opens_without_a_server(chromium: Any, tmp_path: Path) -> None:
     write_viewed_run(str(tmp_path), said=tuple(ATTACKS.values()))
     file = tmp_path / "group.html"
     file.write_bytes(exported(Viewer(str(tmp_path), NAME), 1, "kept0", None))
-    with browser() as seen:
+    with window(chromium) as seen:
         seen.open(file.as_uri())
         seen.page.get_by_role("link", name="sample 0", exact=True).click()
         seen.page.get_by_role("heading", name="What was said").wait_for()
@@ -222,7 +322,7 @@ def test_a_file_that_is_exported_opens_without_a_server(tmp_path: Path) -> None:
         assert seen.asked == [file.as_uri()]
 
 
-def test_a_page_that_follows_shows_what_is_committed_since(tmp_path: Path) -> None:
+def test_a_page_that_follows_shows_what_is_committed_since(chromium: Any, tmp_path: Path) -> None:
     folder = write_viewed_run(str(tmp_path))
     manifest = folder.store.read("iterations/000001/manifest.json")
     folder.store.remove("iterations/000001/manifest.json")
@@ -232,7 +332,7 @@ def test_a_page_that_follows_shows_what_is_committed_since(tmp_path: Path) -> No
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            with browser() as seen:
+            with window(chromium) as seen:
                 seen.open(f"http://127.0.0.1:{listener.getsockname()[1]}/{NAME}")
                 seen.page.get_by_role("link", name="2 (open)", exact=True).wait_for()
                 folder.store.write("iterations/000001/manifest.json", manifest)

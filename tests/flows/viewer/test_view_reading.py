@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import viewer as large
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.contracts.ids import group_id, sample_id
 from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
 from millrace.flows.viewer.answers import ANSWERS, Viewer, as_json
 from millrace.flows.viewer.tokens import texts_of
@@ -101,6 +103,41 @@ def test_a_failed_sample_says_why(viewer: Viewer) -> None:
 def test_rewarded_samples_with_another_answer_are_listed(viewer: Viewer) -> None:
     notable = asked(viewer, "iteration", iteration="1")["notable"]
     assert [each["sample_id"] for each in notable["rewarded, another answer"]] == ["kept0-0002"]
+
+
+def test_an_iteration_says_which_figures_differ_from_those_before(viewer: Viewer) -> None:
+    found = {each["name"]: each for each in asked(viewer, "iteration", iteration="2")["unusual"]}
+    assert found["reward/mean"] == {"name": "reward/mean", "value": 0.75, "usual": 0.5}
+    assert "time/rollout_s" not in found
+    assert asked(viewer, "iteration", iteration="1")["unusual"] == []
+    assert asked(viewer, "iteration", iteration="3")["unusual"] == []
+
+
+def test_a_large_batch_shows_verdicts_first_and_its_samples_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large.write(str(tmp_path), samples=2000, tokens=3)
+    groups = [group_id(large.RUN, 0, f"p{number}", number) for number in (0, 1, 61, 62, 125, 248)]
+
+    def seen(**values: int) -> tuple[Any, list[Any]]:
+        for name, value in values.items():
+            monkeypatch.setattr(f"millrace.flows.viewer.{name.replace('_', '.', 1)}", value)
+        viewer = Viewer(str(tmp_path), large.RUN)
+        view = json.loads(as_json(viewer.ask(large.RUN, "iteration", {"iteration": "1"})))
+        shown = [
+            json.loads(as_json(viewer.ask(large.RUN, what, {"iteration": "1", what: name})))
+            for group in groups
+            for what, name in (("group", group), ("sample", sample_id(group, 3)))
+        ]
+        return view, shown
+
+    whole, of_whole = seen()
+    first, of_first = seen(index_LARGE=0, samples_FEW=1)
+    assert (whole["partial"], first["partial"]) == (False, True)
+    assert first["verdicts"] == whole["verdicts"]
+    assert [each["kept"] for each in first["groups"]] == [each["kept"] for each in whole["groups"]]
+    assert first["points"] == []
+    assert of_first == of_whole
 
 
 def test_figures_stand_at_their_tokens(viewer: Viewer) -> None:
