@@ -2,13 +2,14 @@
 
     python -m benchmarks.viewer [--samples 100000] [--tokens 2000] [--out FILE]
 
-The iteration lies in a moto server of its own process. A fifth of the samples were dropped. What is timed is a process that opens
+The iteration lies in an object store of its own process, moto's server. It is written to disk piece by piece, and moved there. A fifth of the samples were dropped. What is timed is a process that opens
 the run, answers for the iteration's page, then for a sample and its tokens: first without anything in memory, then once more.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -53,31 +54,11 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.measure)))
         return
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        server = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-            env={**os.environ, "TMPDIR": folder},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            os.environ |= {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-                "AWS_ACCESS_KEY_ID": "test",
-                "AWS_SECRET_ACCESS_KEY": "test",
-                "AWS_DEFAULT_REGION": "us-east-1",
-            }
-            answering(port)
-            boto3.client("s3").create_bucket(Bucket=BUCKET)
-            root = f"s3://{BUCKET}/runs"
-            size = write(root, options.samples, options.tokens)
-            command = [sys.executable, "-m", "benchmarks.viewer", "--measure", root]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        finally:
-            server.kill()
+    with tempfile.TemporaryDirectory() as folder, store(folder) as root:
+        write(f"{folder}/runs", options.samples, options.tokens)
+        size = upload(f"{folder}/runs")
+        command = [sys.executable, "-m", "benchmarks.viewer", "--measure", root]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = {
         "samples": options.samples,
         "tokens": options.tokens,
@@ -91,6 +72,41 @@ def main() -> None:
     )
     if options.out:
         options.out.write_text(json.dumps({"command": COMMAND, **found}, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def store(folder: str) -> Iterator[str]:
+    """An object store that keeps objects below a folder; its variables in the environment, and the storage root of the run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.object_store", "--port", str(port)]
+    server = subprocess.Popen(command, env={**os.environ, "TMPDIR": folder})
+    try:
+        os.environ |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        answering(port)
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield f"s3://{BUCKET}/runs"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def upload(runs: str) -> int:
+    """Move a run from a disk to the object store, a file at a time; returns the bytes."""
+    client, size = boto3.client("s3"), 0
+    for path in sorted(Path(runs).rglob("*")):
+        if path.is_file():
+            size += path.stat().st_size
+            with path.open("rb") as body:
+                client.put_object(Bucket=BUCKET, Key=f"runs/{path.relative_to(runs)}", Body=body)
+            path.unlink()
+    return size
 
 
 def answering(port: int) -> None:
@@ -114,7 +130,7 @@ def measure(root: str) -> dict[str, float]:
     for answer in (viewer.ask(RUN, "overview", {}), view):
         as_json(answer)
     found = {"open_s": time.monotonic() - started, "open_cpu_s": time.process_time() - worked}
-    shown = view.notable["best"][0]["sample_id"]
+    shown = sample_id(next(row["group_id"] for row in view.groups if row["kept"]), 0)
     for name, sample in (("sample_s", shown), ("again_s", shown)):
         started, worked = time.monotonic(), time.process_time()
         for what in ("sample", "lineage", "tokens"):
@@ -130,8 +146,8 @@ def measure(root: str) -> dict[str, float]:
     return {**found, "memory_mib": max(memory.rss / 2**20, int(peak) / 1024)}
 
 
-def write(root: str, samples: int, tokens: int) -> int:
-    """Write the run; returns the bytes of its tables."""
+def write(root: str, samples: int, tokens: int) -> None:
+    """Write the run, some samples at a time."""
     run = StubRun(root, RUN)
     store = run.folder.iteration(0)
     groups = [group_id(RUN, 0, f"p{number}", number) for number in range(samples // OF_GROUP)]
@@ -148,7 +164,6 @@ def write(root: str, samples: int, tokens: int) -> int:
     figures = {"reward/mean": 0.5, "train/version": 1.0, "tokens/generated": float(samples * tokens)}
     manifest = Manifest(iteration=0, files=entries, tasks={"trained_version": 1, "metrics": figures})
     run.folder.commit_manifest(0, manifest)
-    return sum(entry.size for entry in entries)
 
 
 def parts(store: Store, texts: Texts, groups: Sequence[str]) -> list[Any]:

@@ -52,7 +52,7 @@ class RangedTables:
         that is missing or broken, and the rest is read; without it MissingFileError or CorruptFileError is raised.
         """
         found = [table for _, _, table in self.groups(entries, kind, columns, keep, failed)]
-        empty = schema.schema(kind).empty_table().select([*columns])
+        empty = pa.Table.from_batches([], schema.schema(kind)).select([*columns])
         return pa.concat_tables([empty, *found])
 
     def groups(
@@ -66,7 +66,7 @@ class RangedTables:
         """The same by row group: its file, its number there, its rows."""
         batch: list[_Wanted] = []
         size = 0
-        for entry, footer in self._opened(entries, kind, failed):
+        for entry, footer in self.footers(entries, kind, failed):
             for number in range(footer.num_row_groups):
                 group = footer.row_group(number)
                 if keep is None or keep(entry, number, group):
@@ -78,8 +78,8 @@ class RangedTables:
                     batch, size = [], 0
         yield from self._decoded(batch, columns, failed)
 
-    def _opened(
-        self, entries: Sequence[FileEntry], kind: str, failed: Failed | None
+    def footers(
+        self, entries: Sequence[FileEntry], kind: str, failed: Failed | None = None
     ) -> list[tuple[FileEntry, pq.FileMetaData]]:
         """The entries whose file is whole as far as its footer says, each with the footer."""
         new = [entry for entry in entries if entry.sha256 not in self._footers]

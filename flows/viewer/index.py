@@ -18,6 +18,7 @@ from millrace.core.contracts import schema
 from millrace.flows.viewer.stored import Iteration, NotShown, Problems, ViewedRun
 
 MANY_FILES = 64  # parts; above, they are read when asked for
+LARGE = 128 << 20  # bytes of a batch; above, it is read when asked for
 KEPT = 4  # iterations in memory
 
 # a sample's figures: verdicts say what became of it, the batch has kept ones, parts have the others
@@ -29,7 +30,7 @@ SELECT coalesce(v.sample_id, b.sample_id, r.sample_id) AS sample_id,
   coalesce(b.response_length, r.response_length) AS length,
   coalesce(b.status, r.status) AS status, b.advantage AS advantage,
   coalesce(v.verdict, CASE WHEN b.sample_id IS NOT NULL THEN 'kept' END) AS verdict,
-  coalesce(v.reason, r.reason) AS reason, v.dropped_by AS dropped_by,
+  coalesce(v.reason, r.reason) AS reason, v.dropped_by AS dropped_by, v.group_reward AS group_reward,
   coalesce(b.train_step, v.train_step) AS train_step, v.reused_from + 1 AS reused_from,
   s.scoring AS scoring, coalesce(b.engine_id, r.engine_id) AS engine, coalesce(b.answer, s.answer) AS answer,
   coalesce(b.label, r.label) AS label,
@@ -45,7 +46,10 @@ GENERATED = "SELECT * FROM joined WHERE verdict IS DISTINCT FROM 'returned' OR l
 CLOSED = "SET enable_external_access = false; SET memory_limit = '200MB'; SET threads = 2"
 UNUSED = "SELECT count(DISTINCT group_id) FROM joined WHERE verdict = 'returned' AND length IS NULL"
 COLUMNS = {
-    "verdicts": ("sample_id", "group_id", "verdict", "reason", "dropped_by", "train_step", "reused_from"),
+    "verdicts": (
+        *("sample_id", "group_id", "verdict", "reason", "dropped_by", "train_step", "reused_from"),
+        "group_reward",
+    ),
     "batch": (
         *(
             "sample_id",
@@ -80,7 +84,7 @@ COLUMNS = {
 class SampleTable:
     """The samples of an iteration. Groups that were drawn and given back without an answer are counted in `unused` alone.
 
-    partial: figures of samples that are not in the batch are not read yet.
+    partial: figures of samples that are not in the batch are not read yet; of a large batch none are but the verdicts.
     """
 
     def __init__(self, found: Mapping[str, pa.Table], partial: bool, problems: list[NotShown]) -> None:
@@ -135,10 +139,15 @@ class SampleTables:
 
     def _read(self, iteration: Iteration, whole: bool) -> SampleTable:
         problems = Problems()
-        found = {kind: self._table(iteration, kind, problems) for kind in ("verdicts", "batch", "prompts")}
+        size = sum(entry.size for entry in iteration.of_kind("batch"))
+        large = iteration.committed and size > LARGE and not whole
+        found = {kind: self._table(iteration, kind, problems) for kind in ("verdicts", "prompts")}
+        found["batch"] = _empty("batch") if large else self._table(iteration, "batch", problems)
         parts = [*iteration.of_kind("rollouts"), *iteration.of_kind("rewards")]
-        unread = not iteration.committed or self._others(iteration, found["verdicts"], found["batch"])
-        partial = bool(unread and len(parts) > MANY_FILES and not whole)
+        unread = (
+            large or not iteration.committed or self._others(iteration, found["verdicts"], found["batch"])
+        )
+        partial = large or bool(unread and len(parts) > MANY_FILES and not whole)
         for kind in ("rollouts", "rewards"):
             # what the batch holds need not be read again
             there = unread and not partial
@@ -157,4 +166,4 @@ class SampleTables:
 
 
 def _empty(kind: str) -> pa.Table:
-    return schema.schema(kind).empty_table().select([*COLUMNS[kind]])
+    return pa.Table.from_batches([], schema.schema(kind)).select([*COLUMNS[kind]])

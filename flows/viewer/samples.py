@@ -5,10 +5,12 @@ Owns where a row lies: the row groups of each group's id, kept in memory for com
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -24,6 +26,8 @@ from millrace.flows.viewer.stored import Iteration, NotShown, Problems, ViewedRu
 from millrace.flows.viewer.tokens import TokenRow, by_token, texts_of, vocabulary
 
 PLACES_KEPT = 8  # of (iteration, kind)
+GROUPS_KEPT = 1000
+FEW = 16  # row groups; of more, those are read first that should hold a group
 OF_GROUP = (
     "sample_id",
     "group_id",
@@ -47,6 +51,14 @@ OF_TOKENS = (
     "trained_mask",
     "rollout_logprobs",
     "policy_versions",
+)
+OF_BATCH = (  # figures that a partial table lacks
+    *("sample_id", "group_id", "reward", "response_length", "status", "advantage", "train_step"),
+    *("answer", "label", "engine_id", "scoring", "policy_versions", "source"),
+)
+OF_ROLLOUTS = (
+    *("sample_id", "group_id", "response_length", "status", "reason", "label", "engine_id"),
+    *("policy_versions", "source"),
 )
 OF_REWARD = ("sample_id", "group_id", "reward", "reward_parts", "reward_texts", "answer", "scoring")
 OF_TURNS = (
@@ -147,6 +159,7 @@ class Samples:
     def __init__(self, run: ViewedRun, tables: SampleTables) -> None:
         self._run, self._tables = run, tables
         self._places: OrderedDict[tuple[int, str], dict[str, list[tuple[str, int]]]] = OrderedDict()
+        self._near_ones: OrderedDict[tuple[int, str], list[tuple[str, int]]] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary: list[Tokenizer | None] = []
 
@@ -154,7 +167,7 @@ class Samples:
         """A group with its answers. Raises MissingFileError if the iteration has no such group."""
         iteration, problems = self._run.iteration(index), Problems()
         rows = list(self._rows(iteration, group, "rollouts", OF_GROUP, problems).values())
-        figures = self._figures(index, group)
+        figures = self._figures(iteration, group, problems)
         if not rows:
             raise _unknown("group", group, iteration, problems)
         rewards = self._rows(iteration, group, "rewards", OF_REWARD, problems)
@@ -191,7 +204,7 @@ class Samples:
             raise _unknown("sample", sample, iteration, problems)
         row = rows[sample]
         session = {name: row[name] for name in ("session_reward", "session_parts") if row[name] is not None}
-        figures = self._figures(index, group).get(sample, {})
+        figures = self._figures(iteration, group, problems).get(sample, {})
         return SampleView(
             iteration=iteration.number,
             group=group,
@@ -217,7 +230,7 @@ class Samples:
         if sample not in rows:
             raise _unknown("sample", sample, iteration, problems)
         row = rows[sample]
-        figures = self._figures(index, group).get(sample, {})
+        figures = self._figures(iteration, group, problems).get(sample, {})
         values, missing = self._by_token(iteration, row, figures, problems)
         ids: list[int] = row["tokens"]
         prompt = len(ids) - row["response_length"]
@@ -315,8 +328,13 @@ class Samples:
         self, iteration: Iteration, group: str, parts: str, columns: Sequence[str], problems: Problems
     ) -> dict[str, dict[str, Any]]:
         """The rows of a group by sample: of the batch, and of these parts if not all its samples are there."""
-        rows = {row["sample_id"]: row for row in self._found(iteration, "batch", group, columns, problems)}
-        if not rows or not set(self._figures(iteration.index, group)) <= set(rows):
+        listed = self._listed(iteration.index, group)
+        rows: dict[str, dict[str, Any]] = {}
+        if not listed or any(each["verdict"] in (None, "kept") for each in listed.values()):
+            rows = {
+                row["sample_id"]: row for row in self._found(iteration, "batch", group, columns, problems)
+            }
+        if not rows or not set(listed) <= set(rows):
             found = self._found(iteration, parts, group, columns, problems)
             rows |= {row["sample_id"]: row for row in found if row["sample_id"] not in rows}
         return {name: rows[name] for name in sorted(rows)}
@@ -328,7 +346,9 @@ class Samples:
         entries = iteration.of_kind(kind)
         if not entries:
             return []
-        places = self._placed(iteration, kind, problems).get(group, [])
+        places = self._near(iteration, group, problems) if kind == "batch" else None
+        if places is None:
+            places = self._placed(iteration, kind, problems).get(group, [])
         paths = {path for path, _ in places}
         found: list[dict[str, Any]] = []
         for _, _, table in iteration.tables.groups(
@@ -362,9 +382,70 @@ class Samples:
                     self._places.popitem(last=False)
             return places
 
-    def _figures(self, index: int, group: str) -> dict[str, dict[str, Any]]:
+    def _near(self, iteration: Iteration, group: str, problems: Problems) -> list[tuple[str, int]] | None:
+        """The row groups of a batch of many that hold a group, looked for from where the order of drawing puts it.
+
+        None if the table of samples does not know the group, or if there are few row groups.
+        """
+        key = iteration.index, group
+        if key in self._near_ones:
+            return self._near_ones[key]
+        footers = [
+            (entry.path, number, group_of_rows.num_rows)
+            for entry, footer in iteration.tables.footers(iteration.of_kind("batch"), "batch", problems.note)
+            for number, group_of_rows in enumerate(map(footer.row_group, range(footer.num_row_groups)))
+        ]
+        (known,) = self._tables.of(iteration.index).ask(
+            "SELECT count(*) FILTER (group_id = ?) AS wanted, count(*) FILTER (ordinal < (SELECT min(ordinal) FROM samples "
+            "WHERE group_id = ?)) AS before FROM samples WHERE verdict = 'kept'",
+            [group, group],
+        )
+        wanted, before = int(str(known["wanted"])), int(str(known["before"]))
+        if len(footers) <= FEW or not wanted:
+            return None
+        ends = list(accumulate(rows for _, _, rows in footers))
+        guess = min(bisect.bisect_right(ends, before), len(footers) - 1)
+        found: list[tuple[str, int]] = []
+        for at in sorted(range(len(footers)), key=lambda each: abs(each - guess)):
+            path, number, _ = footers[at]
+            for _, _, table in iteration.tables.groups(
+                [entry for entry in iteration.of_kind("batch") if entry.path == path],
+                "batch",
+                ["group_id"],
+                lambda _, each, __, number=number: each == number,  # type: ignore[misc]
+                problems.note,
+            ):
+                here = table.column("group_id").to_pylist().count(group)
+                wanted -= here
+                found += [(path, number)] if here else []
+            if wanted <= 0:
+                break
+        if iteration.committed and wanted <= 0:
+            self._near_ones[key] = found
+            while len(self._near_ones) > GROUPS_KEPT:
+                self._near_ones.popitem(last=False)
+        return found
+
+    def _listed(self, index: int, group: str) -> dict[str, dict[str, Any]]:
+        """The samples of a group in the table of the iteration."""
         rows = self._tables.of(index).ask("SELECT * FROM samples WHERE group_id = ?", [group])
         return {str(row["sample_id"]): row for row in rows}
+
+    def _figures(self, iteration: Iteration, group: str, problems: Problems) -> dict[str, dict[str, Any]]:
+        """The figures of a group's samples. What a partial table lacks is read here."""
+        listed = self._listed(iteration.index, group)
+        if not self._tables.of(iteration.index).partial:
+            return listed
+        own: dict[str, dict[str, Any]] = {name: {} for name in listed}
+        kinds = [("batch", OF_BATCH)]
+        if any(row["verdict"] != "kept" for row in listed.values()):
+            kinds += [("rollouts", OF_ROLLOUTS), ("rewards", OF_REWARD)]
+        for kind, columns in kinds:
+            if kind == "batch" and all(row["verdict"] != "kept" for row in listed.values()):
+                continue
+            for row in self._found(iteration, kind, group, columns, problems):
+                own.setdefault(row["sample_id"], {}).update(row)
+        return {name: _filled(row, own[name]) for name, row in listed.items()}
 
     def group_of(self, index: int, sample: str) -> str:
         """The id of a sample's group; of an unknown sample, as its id says."""
@@ -379,6 +460,18 @@ class Samples:
         if not self._vocabulary:
             self._vocabulary.append(vocabulary(self._run.folder, self._run.settings))
         return self._vocabulary[0]
+
+
+def _filled(listed: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a sample in a partial table, with those that its rows have."""
+    versions = own.get("policy_versions") or ()
+    more = {
+        **own,
+        "length": own.get("response_length"),
+        "engine": own.get("engine_id"),
+        "version": versions[0]["version"] if versions else None,
+    }
+    return {name: more.get(name) if value is None else value for name, value in listed.items()}
 
 
 def _way(rows: Sequence[Mapping[str, Any]], branch: int) -> list[Mapping[str, Any]]:
