@@ -31,6 +31,7 @@ COMMANDS = {
     "sql": "Ask DuckDB about a run: views prompts, samples, turns, rewards, verdicts, batches, steps, evaluations, metrics.",
     "view": "Serve a page on loopback that shows a run: its samples and tokens, what was trained on them, why groups were dropped.",
     "top": "Watch a run in the terminal: its state, the open iterations, the newest figures and answers. Ctrl-C ends it.",
+    "chat": "Talk with stored weights on this machine's CPU: answers as they come, with the run's tools, two checkpoints beside each other.",
     "plan": "Predict an iteration's time on shared and on split GPUs, synchronous and asynchronous, from a run's recorded times.",
     "score": "Score the rows of a file with a reward; print mean, distribution and failures. Exit code 1: no row could be scored.",
     "branch": "Start a new run from any checkpointed iteration of another.",

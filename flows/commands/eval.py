@@ -18,24 +18,17 @@ import pyarrow.parquet as pq
 import typer
 
 from millrace.connectors.host.own_folders import temporary_folder
-from millrace.connectors.ray import cluster
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.task_records import EvaluatedSet
-from millrace.core.errors import ConfigError, StorageError
+from millrace.core.errors import ConfigError
 from millrace.core.evaluation import difference
 from millrace.core.hooks.loading import search_in
 from millrace.flows.commands.listing import CsvOption, JsonOption, Listing, print_listing
 from millrace.flows.commands.named_by_run import named_by_run
-from millrace.flows.commands.replay import (
-    configuration_of,
-    export_folder,
-    export_ranks,
-    own_configuration,
-    ranks_alone,
-)
+from millrace.flows.commands.replay import own_configuration
 from millrace.flows.commands.terminal import (
     Overrides,
     RootOption,
@@ -44,10 +37,10 @@ from millrace.flows.commands.terminal import (
     named_first,
     print_lines,
 )
+from millrace.flows.commands.weights_after import configuration_after, iterations_done, weights_after
 from millrace.flows.driver.named_model import at_commit, of_new_run
 from millrace.flows.driver.stored_run import run_record
 from millrace.flows.preflight.check_references import pass_blocks_on
-from millrace.tasks.runtime.trainer import bring_up
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
@@ -168,28 +161,15 @@ def evaluate_run(
     Weights come from the export after the iteration, or are made again from an earlier checkpoint and the stored batches.
     """
     record, folder = run_record(root, run), RunFolder(root, run)
-    committed = folder.first_open_iteration()
-    done = committed if at is None else at
-    if not 0 <= done <= committed:
-        raise StorageError(
-            f"has {committed} committed iterations",
-            where=folder.store.url,
-            remedy=f"ask for 0 <= at <= {committed}",
-        )
-    stored = configuration_of(record, folder, max(0, done - 1)) if committed else _of_record(record)
+    done = iterations_done(folder, at)
+    stored = configuration_after(record, folder, done)
     if own is None:
         say(named_by_run(stored))
     config = own or at_commit(stored, record.get("model_commit")).config
     version = done * stored.steps_per_iteration
     with temporary_folder("millrace-evaluation") as name:
-        weights = Path(name) / "weights"
-        if done == 0:
-            return _evaluate(config, config.model.path, done, version, sets, Path(name), out)
-        if folder.store.list(f"exports/{done:06d}"):
-            export_folder(folder, done, weights)
-        else:
-            _make_again(config, folder, str(record.get("id")), done, weights)
-        return _evaluate(config, str(weights), done, version, sets, Path(name), out)
+        weights = weights_after(config, folder, str(record.get("id")), done, Path(name) / "weights")
+        return _evaluate(config, weights, done, version, sets, Path(name), out)
 
 
 def evaluate_folder(
@@ -207,26 +187,6 @@ def evaluate_folder(
     search_in(config.run.import_from)
     with temporary_folder("millrace-evaluation") as name:
         return _evaluate(config, str(model.absolute()), 0, 0, sets, Path(name), out)
-
-
-def _of_record(record: dict[str, object]) -> RunConfig:
-    return RunConfig.model_validate(record["config"])
-
-
-def _make_again(config: RunConfig, folder: RunFolder, run_id: str, done: int, into: Path) -> None:
-    pass_blocks_on(config)
-    cluster.start_or_join(config.placement.ray_address, f"{folder.identity(run_id)}-evaluation")
-    try:
-        asyncio.run(_weights(config, folder, done, into))
-    finally:
-        cluster.leave()
-
-
-async def _weights(config: RunConfig, folder: RunFolder, done: int, into: Path) -> None:
-    steps = config.steps_per_iteration
-    async with ranks_alone(config) as ranks:
-        await bring_up(ranks, folder, done * steps, steps)
-        await export_ranks(config, ranks, done * steps, into)
 
 
 def _evaluate(

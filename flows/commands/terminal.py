@@ -91,14 +91,16 @@ class Terminal:
         return os.fstat(self._log.fileno()).st_size
 
 
-def named_first(run: str) -> Callable[[list[str]], None]:
-    """Prints to stderr what this command imports, starts and joins by a run's stored configuration. Nothing without a run."""
+def named_first(run: str, own_file: bool = True) -> Callable[[list[str]], None]:
+    """Prints to stderr what this command imports, starts and joins by a run's stored configuration. Nothing without a run.
+
+    own_file: whether the command takes --config.
+    """
 
     def say(lines: list[str]) -> None:
         if run and lines:
-            errors.print(
-                f"the stored configuration of {run} (--config FILE takes yours in its place):", soft_wrap=True
-            )
+            instead = " (--config FILE takes yours in its place)" if own_file else ""
+            errors.print(f"the stored configuration of {run}{instead}:", soft_wrap=True)
             for line in lines:
                 errors.print(f"  {line}", soft_wrap=True, markup=False)
 

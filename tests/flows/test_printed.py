@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "sql": (["sql", "a", QUERY, "--root", "{root}"], 0),
     "view": (["view", f"a{ODD}", "--root", "{root}"], 2),
     "top": (["top", "a", "--once", "--root", "{root}"], 0),
+    "chat": (["chat", f"no{ODD}"], 2),
     "plan": (["plan", f"no{ODD}.yaml", "--from", "a", "--root", "{root}"], 2),
     "score": (["score", "odd.jsonl", "--reward", "odd_reward:score", "--response-key", "prompt"], 1),
     "convert": (["convert", f"{{root}}/no{ODD}", f"{{root}}/to{ODD}"], 2),
@@ -174,6 +175,8 @@ def test_nothing_else_under_flows_writes_to_a_terminal() -> None:
             ):
                 found.add((path.relative_to(ROOT).as_posix(), text))
     assert found == {
+        ("flows/chat/shown.py", "console.file.write"),  # printable text, which tests/flows/chat reads
+        ("flows/chat/shown.py", "self.console.file.write"),
         ("flows/commands/listing.py", "sys.stdout.write"),  # JSON and CSV, which the tests above read
         ("flows/commands/listing.py", "out.file.write"),
         ("flows/commands/top.py", "console.file.write"),  # the sequence that clears the screen

@@ -26,6 +26,7 @@ BACKGROUND = "nobody waits for it: it runs beside the run until it is cancelled"
 TEST_ONLY = "a test's: the driver waits at a point until the test removes a file"
 SHARD = "Ray says when its process or node dies; one that is stopped and does not die is waited for, as docs/architecture.md#waits says"
 VIEWED = "outside any run: reads of storage and of a table in memory, for which a reader of the page waits"
+TALK = "outside any run: for a token of an engine in this process, until its user presses Ctrl-C"
 TRUSTED = "a command that asks nobody and waits for nothing but a disk"
 
 ROWS = {
@@ -159,6 +160,10 @@ ROWS = {
         "lock.acquire": "made here, awaited by `progressing` two lines below",
     },
     "deployments/gpu/pack.py": {"subprocess.run": "a tool that its user watches, outside any run"},
+    "flows/chat/speaker.py": {
+        "asyncio.shield(asyncio.to_thread(self._engine.withdraw, [request]))": TALK,
+        "news.get": TALK,
+    },
     "flows/drive.py": {"asyncio.sleep": BACKGROUND},
     "flows/driver/interruption.py": {
         "work_thread.ended.wait": "POLL_S; the loop lasts as long as the command works",
