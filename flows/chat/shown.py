@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.core.plain_text import PlainConsole, printable
+from millrace.flows.chat.talk import Shown
 
 EACH_S = 0.1  # between two pictures of answers side by side
 
@@ -76,7 +77,7 @@ class SideBySide:
 
 
 @contextlib.contextmanager
-def shown(console: PlainConsole, titles: Sequence[str]) -> Iterator[Sequence[Stream] | Sequence[Column]]:
+def shown(console: PlainConsole, titles: Sequence[str]) -> Iterator[Sequence[Shown]]:
     """Where the answers to one message go: one is printed as it comes; several are drawn anew ten times a second.
 
     Without a terminal several answers are printed one after the other, once all are there.

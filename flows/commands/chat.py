@@ -113,7 +113,7 @@ def models_of(asked: Asked, into: Path, say: Callable[[list[str]], None] = lambd
     name, root = asked.model, asked.root
     if Path(name).name == name and RunFolder(root, name).store.exists("run.json"):
         record, folder = run_record(root, name), RunFolder(root, name)
-        found = []
+        found: list[ChatModel] = []
         for at in [asked.at] if asked.compare is None else [asked.at, asked.compare]:
             done = iterations_done(folder, at)
             stored = configuration_after(record, folder, done)

@@ -217,7 +217,7 @@ Click = str | tuple[str, str]
 QUESTIONS: dict[str, tuple[list[Click], list[str]]] = {
     "which samples got a reward without being right?": (
         ["2", ("rewarded, another answer", "reward 1")],
-        ["reference answer 5", "answer found <b>6</b>", "reward 1"],
+        ["reference answer 5 answer found 7", "reward 1"],
     ),
     "why was this group dropped?": (["2", "same1"], ["dropped: zero variance"]),
     "what did iteration 2 do differently?": (
@@ -241,7 +241,10 @@ QUESTIONS: dict[str, tuple[list[Click], list[str]]] = {
         ["2", "kept1", "sample 0", "tokens"],
         ["engine minus trainer 0.125"],
     ),
-    "what became of the tokens?": (["Tokens"], ["generated 20", "trained 14", "dropped 6"]),
+    "what became of the tokens?": (
+        ["Tokens"],
+        ["iteration generated trained masked dropped deferred returned 1 10 7 0 3 0 0"],
+    ),
     "which held-out answers are right after 2 iterations?": (
         ["Evaluations", "after 2"],
         ["easy, after 2 iterations", "reward 1"],
