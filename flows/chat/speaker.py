@@ -63,6 +63,10 @@ class Speaker:
         """
         news: asyncio.Queue[None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+
+        def notify(_: Request) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, None)
+
         room = self.longest - len(prompt)
         params = replace(params, max_new_tokens=max(1, min(params.max_new_tokens, room)))
         request = Request(
@@ -70,7 +74,7 @@ class Speaker:
             prompt=list(prompt),
             params=params,
             seed=self._engine.draw_seed() if seed is None else seed,
-            notify=lambda _: loop.call_soon_threadsafe(news.put_nowait, None),
+            notify=notify,
         )
         try:
             self._engine.check(request.prompt, params)

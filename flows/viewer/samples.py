@@ -437,7 +437,7 @@ class Samples:
         if not self._tables.of(iteration.index).partial:
             return listed
         own: dict[str, dict[str, Any]] = {name: {} for name in listed}
-        kinds = [("batch", OF_BATCH)]
+        kinds: list[tuple[str, tuple[str, ...]]] = [("batch", OF_BATCH)]
         if any(row["verdict"] != "kept" for row in listed.values()):
             kinds += [("rollouts", OF_ROLLOUTS), ("rewards", OF_REWARD)]
         for kind, columns in kinds:
