@@ -20,7 +20,7 @@ EACH_S = 0.1  # between two pictures of answers side by side
 
 
 @dataclass
-class Stream:
+class PrintedAnswer:
     """One answer, printed as it comes."""
 
     console: PlainConsole
@@ -47,7 +47,7 @@ class Stream:
 
 
 @dataclass
-class Column:
+class KeptAnswer:
     """One answer among several, kept until it is drawn."""
 
     title: str
@@ -66,7 +66,7 @@ class Column:
 class SideBySide:
     """Answers of several models to one message, beside each other."""
 
-    columns: Sequence[Column] = field(default_factory=list)
+    columns: Sequence[KeptAnswer] = field(default_factory=list)
 
     def __rich__(self) -> Table:
         table = Table(expand=True)
@@ -83,13 +83,13 @@ def shown(console: PlainConsole, titles: Sequence[str]) -> Iterator[Sequence[Sho
     Without a terminal several answers are printed one after the other, once all are there.
     """
     if len(titles) == 1:
-        stream = Stream(console)
+        stream = PrintedAnswer(console)
         try:
             yield [stream]
         finally:
             stream.end()
         return
-    columns = [Column(printable(title)) for title in titles]
+    columns = [KeptAnswer(printable(title)) for title in titles]
     beside = SideBySide(columns)
     if console.is_terminal:
         with Live(beside, console=console, refresh_per_second=1 / EACH_S):

@@ -42,7 +42,7 @@ class Shown(Protocol):
 
 
 @dataclass(frozen=True)
-class Called:
+class ChatTools:
     """The tools that a model may call. A call that takes longer than timeout_s fails."""
 
     tools: WorkerTools
@@ -59,7 +59,7 @@ class Talk:
     params: SamplingParams
     chat: bool
     system: str | None = None
-    called: Called | None = None
+    called: ChatTools | None = None
     seed: int | None = None
     ids: list[int] = field(default_factory=list)
     turns: int = 0

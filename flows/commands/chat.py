@@ -67,7 +67,7 @@ def chat(
     root: RootOption = "runs",
 ) -> None:
     """Talk with stored weights on this machine's CPU: answers as they come, with the run's tools, two checkpoints beside each other."""
-    asked = Asked(model, at, compare, tools, system, temperature, max_new_tokens, seed, root)
+    asked = ChatCall(model, at, compare, tools, system, temperature, max_new_tokens, seed, root)
     with lines_before_prefect(), temporary_folder("millrace-chat") as folder:
         found = guarded(lambda: models_of(asked, Path(folder), named_first(model, own_file=False)))
         talks = guarded(lambda: [talk_with(each, asked) for each in found])
@@ -82,7 +82,7 @@ def chat(
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatCall:
     """What was typed."""
 
     model: str
@@ -105,7 +105,9 @@ class ChatModel:
     config: RunConfig | None
 
 
-def models_of(asked: Asked, into: Path, say: Callable[[list[str]], None] = lambda _: None) -> list[ChatModel]:
+def models_of(
+    asked: ChatCall, into: Path, say: Callable[[list[str]], None] = lambda _: None
+) -> list[ChatModel]:
     """The weights that were asked for. into: folder for weights that are copied or made. say: as for `evaluate_run`.
 
     Raises MillraceError naming what is wrong.
@@ -138,7 +140,7 @@ def models_of(asked: Asked, into: Path, say: Callable[[list[str]], None] = lambd
     return [ChatModel(name, str(Path(name).absolute()), None)]
 
 
-def talk_with(model: ChatModel, asked: Asked) -> Talk:
+def talk_with(model: ChatModel, asked: ChatCall) -> Talk:
     """A conversation that has not started. Raises ConfigError for tools that there are not, and for weights that no engine here serves."""
     # these import torch
     from millrace.connectors.engines.embedded.sampling import RequestError, SamplingParams
@@ -146,7 +148,7 @@ def talk_with(model: ChatModel, asked: Asked) -> Talk:
     from millrace.connectors.huggingface.tokenizer import PromptTokenizer
     from millrace.connectors.user_code.mcp_tools import WorkerTools, tool_schemas
     from millrace.flows.chat.speaker import Speaker
-    from millrace.flows.chat.talk import Called, Talk
+    from millrace.flows.chat.talk import ChatTools, Talk
 
     config = model.config
     session = config.rollout.session if config else None
@@ -161,7 +163,7 @@ def talk_with(model: ChatModel, asked: Asked) -> Talk:
         assert config is not None, "it has a session"
         search_in(config.run.import_from)
         schemas = tool_schemas(session.tools)
-        called = Called(WorkerTools(session.tools), session.timeout_s, session.max_turns)
+        called = ChatTools(WorkerTools(session.tools), session.timeout_s, session.max_turns)
     described = config.model.model_copy(update={"path": model.folder}) if config else Model(path=model.folder)
     tokenizer = PromptTokenizer.load(described, schemas)
     source = config.data.sources[0] if config and config.data.sources else None

@@ -18,7 +18,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError, StorageError
-from millrace.flows.commands.chat import Asked, models_of
+from millrace.flows.commands.chat import ChatCall, models_of
 from millrace.flows.commands.eval import evaluate_run
 from millrace.flows.commands.named_by_run import named_by_run
 from millrace.flows.commands.replay import own_configuration, replay_run
@@ -68,7 +68,7 @@ NOWHERE = Path("nowhere")
 COMMANDS: dict[str, Callable[[str, RunConfig | None], object]] = {
     "eval": lambda root, own: evaluate_run(root, "a", 0, [], None, own, stops),
     "chat": lambda root, own: models_of(
-        Asked("a", 0, None, False, None, None, None, None, root), NOWHERE, stops
+        ChatCall("a", 0, None, False, None, None, None, None, root), NOWHERE, stops
     ),
     "replay": lambda root, own: replay_run(root, "a", 0, 1, own, stops),
 }

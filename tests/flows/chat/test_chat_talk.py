@@ -13,7 +13,7 @@ from millrace.connectors.user_code.mcp_tools import WorkerTools, tool_schemas
 from millrace.core.config.rollout import SessionSection
 from millrace.core.errors import ConfigError
 from millrace.flows.chat.speaker import OnText, Said, settled
-from millrace.flows.chat.talk import Called, Talk
+from millrace.flows.chat.talk import ChatTools, Talk
 from tests.support.session_place import CALL, TOKENIZER
 
 FUNCTIONS = "tests.support.chat_tools"
@@ -62,7 +62,7 @@ def talk_of(
 ) -> tuple[Talk, Scripted]:
     session = SessionSection.model_validate({"tools": [f"{FUNCTIONS}:{name}" for name in tools]})
     schemas = tool_schemas(session.tools)
-    called = Called(WorkerTools(session.tools), 0.2, max_turns) if tools else None
+    called = ChatTools(WorkerTools(session.tools), 0.2, max_turns) if tools else None
     model = Scripted(texts)
     talk = Talk(
         model,
