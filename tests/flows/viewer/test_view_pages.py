@@ -208,7 +208,7 @@ def test_the_keyboard_alone_works_the_other_views(chromium: Any, address: str) -
         seen.page.keyboard.press("Control+Enter")
         seen.page.get_by_role("cell", name="42", exact=True).wait_for()
         enter(seen, "Compare", "Runs side by side")
-        seen.page.get_by_label("by", exact=True).focus()
+        seen.page.locator("select", has_text="hours").focus()
         seen.page.keyboard.press("ArrowDown")
         seen.page.wait_for_url("**by=tokens**")
         assert seen.said == []
