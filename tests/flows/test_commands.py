@@ -9,7 +9,7 @@ from pathlib import Path
 from millrace.flows import commands
 from millrace.flows.commands import COMMANDS, command_of
 
-SHARED = {"__init__", "__main__", "listing", "named_by_run", "named_files", "terminal"}
+SHARED = {"__init__", "__main__", "listing", "named_by_run", "named_files", "terminal", "weights_after"}
 
 
 def test_every_command_is_a_file() -> None:
