@@ -63,6 +63,7 @@ async def evaluate_version(
     started = time.perf_counter()
     evaluation = EvaluationTopic(ctx.index, done, version, task)
     made = made_of(await stored_samples(ctx, version), version)
+    images = await asyncio.to_thread(_keep_images, ctx)
     if ctx.evaluation_shards:
         made = await ctx.evaluation_shards.make(evaluation, made)
     results: dict[str, EvaluatedSet] = {}
@@ -75,7 +76,7 @@ async def evaluate_version(
         _warn_of_unscored(held_out, samples)
         results[held_out.name] = _figures(await write_set(ctx, held_out, done, samples), samples, held_out)
     await asyncio.to_thread(remove_prompts, ctx)
-    return {
+    record: EvaluateRecord = {
         "version": version,
         "done": done,
         "sets": results,
@@ -83,6 +84,16 @@ async def evaluate_version(
         "files": ctx.parts[KIND],
         "lag": await asyncio.to_thread(_lag, ctx, done),
     }
+    if images:
+        record["images"] = images
+    return record
+
+
+def _keep_images(ctx: IterationContext) -> list[FileRecord]:
+    """Store the pictures of all sets, from which requests and shards read them."""
+    prompts = ctx.runtime.prompts
+    read = [item for held_out in ctx.config.evaluation.sets for item in prompts.held_out(held_out).usable]
+    return [entry.record() for entry in prompts.keep_images(read)]
 
 
 def _lag(ctx: IterationContext, done: int) -> int:

@@ -191,6 +191,7 @@ def sample_generator(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] 
         ctx.runtime.places(ctx.share),
         lambda: ctx.runtime.prompts.tokenizer.ends,
         routing_form(config),
+        ctx.runtime.prompts.unsampled(config.data.sources),
     )
 
 

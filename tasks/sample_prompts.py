@@ -1,6 +1,6 @@
 """sample_prompts: draw this iteration's prompt groups from the data sources, by the ledger.
 
-Reads the committed history and the sources; writes prompts.parquet. Draws what the batch needs plus a reserve
+Reads the committed history and the sources; writes prompts.parquet, and pictures of prompts to the run's folder. Draws what the batch needs plus a reserve
 that replaces dropped groups; the filter returns the unused reserve to the ledger. With a buffer it also chooses the trained
 groups that take a share of the places, and its record names them.
 """
@@ -44,7 +44,9 @@ def _draw(ctx: IterationContext) -> SamplePromptsRecord:
     buffer = _buffer(ctx)
     reused = _reused(ctx, buffer) if buffer else []
     released = wanted(ctx, len(reused))
-    groups, _, by_source = draw_groups(ctx, released, reserve_size(ctx))
+    groups, read, by_source = draw_groups(ctx, released, reserve_size(ctx))
+    # before the table, which names them
+    images = ctx.runtime.prompts.keep_images(read)
     table = schema.to_table(groups, "prompts")
     entry = ctx.folder.write_table("prompts.parquet", table, "prompts")
     record: SamplePromptsRecord = {
@@ -53,6 +55,8 @@ def _draw(ctx: IterationContext) -> SamplePromptsRecord:
         "by_source": by_source,
         "released": released,
     }
+    if images:
+        record["images"] = [entry.record() for entry in images]
     add_curriculum(ctx, record)
     if buffer is not None:
         record["reused"], record["buffered"] = reused, len(buffer.groups())

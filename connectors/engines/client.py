@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.core.admission import EngineLoad
+from millrace.core.contracts.images import SentImages
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 from millrace.core.errors import EngineLostError
 from millrace.core.families.routed_experts import RoutedRows, RoutingFormat
@@ -89,6 +90,7 @@ class GenerateRequest:
     every: int = 1
     versions: range | None = None  # that may answer it, if the engine serves adapters by name; None: any
     experts: AskedExperts | None = None  # not with `on_part`: engines know them when the request ends
+    images: SentImages | None = None  # pictures of the prompt, whose tokens are all among `input_ids`
 
 
 class EngineWeights(Protocol):

@@ -23,6 +23,7 @@ from typing import Any
 
 from millrace.connectors.engines.client import AskedExperts, EngineClient, GenerateRequest, Generation
 from millrace.connectors.engines.dispatching.pieces import NOTHING, Flush, Parts, joined, shortened
+from millrace.core.contracts.images import SentImages
 from millrace.core.errors import EngineError, EngineLostError
 
 Engines = list[EngineClient]
@@ -158,6 +159,7 @@ class Dispatcher:
         priority: int | None = None,
         flush: Flush | None = None,
         experts: AskedExperts | None = None,
+        images: SentImages | None = None,
     ) -> Generation:
         """Generate one sample. Raises EngineError after all attempts, naming the last cause.
 
@@ -165,6 +167,7 @@ class Dispatcher:
         continued: the number of last input ids that are output of an earlier part of the answer; the result continues them.
         experts: asks for experts, from a token on. An answer that an engine retracted is then made again: it would return the experts
         of another pass than the one that sampled its tokens.
+        images: pictures of the prompt.
         priority: waiting requests with the smallest number come first. After `stop`, returns the tokens so far as "abort".
         """
         last: EngineError | None = None
@@ -198,6 +201,7 @@ class Dispatcher:
                 every=flush.interval if flush else 1,
                 experts=_after(experts, made),
                 versions=self.allowed,
+                images=images,
             )
             try:
                 with self._noted(name, engine):

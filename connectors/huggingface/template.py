@@ -111,8 +111,16 @@ class ChatTemplate:
 
 
 def last_text(prompt: Prompt) -> str:
-    """Text that a rendered prompt must contain: its last message's, stripped."""
-    return (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))).strip()
+    """Text that a rendered prompt must contain: its last message's, stripped; its last piece if pictures stand between."""
+    if isinstance(prompt, str):
+        return prompt.strip()
+    content = prompt[-1].get("content", "")
+    pieces = (
+        [part["text"].strip() for part in content if "text" in part]
+        if isinstance(content, list)
+        else [str(content)]
+    )
+    return (pieces[-1] if pieces else "").strip()
 
 
 def _text(token: Any) -> str:

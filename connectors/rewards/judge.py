@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.connectors.http.posting import EXCERPT, UnreadableError, post
+from millrace.core.contracts.images import with_words
 from millrace.core.errors import ConfigError
 from millrace.core.hooks.protocols import RewardInput, RewardResult
 from millrace.core.plain_text import json_text
@@ -144,7 +145,9 @@ def shown_prompt(sample: RewardInput) -> str:
     prompt = (
         sample.prompt
         if isinstance(sample.prompt, str)
-        else "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in sample.prompt)
+        else "\n\n".join(
+            f"{message.get('role')}: {with_words(message.get('content'))}" for message in sample.prompt
+        )
     )
     label = sample.label
     reference = label if isinstance(label, str) else json_text(label)

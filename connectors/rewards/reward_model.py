@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from millrace.connectors.http.posting import EXCERPT, UnreadableError, post
+from millrace.core.contracts.images import with_words
 from millrace.core.errors import ConfigError
 from millrace.core.families.chat_templates import TemplateLimitError, apply_template
 from millrace.core.hooks.protocols import RewardInput, RewardResult
@@ -83,7 +84,11 @@ def rendered(sample: RewardInput, tokenizer: str | None) -> str:
             remedy="name another tokenizer, or leave the option out",
         )
     prompt = sample.prompt
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    asked = (
+        [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str)
+        else [{**m, "content": with_words(m.get("content"))} for m in prompt]
+    )
     messages = [dict(m) for m in sample.messages] or [
         *asked,
         {"role": "assistant", "content": sample.response},

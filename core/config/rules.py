@@ -11,6 +11,7 @@ from millrace.core.config import pipeline_rules as pipeline
 from millrace.core.config import secret_rules as secrets
 from millrace.core.config import trainer_rules as trainer
 from millrace.core.config.algorithm import rules as algorithm
+from millrace.core.config.data import image_rules
 from millrace.core.config.data import rules as data
 from millrace.core.config.data.rules import file_problems, loss_problems, same_names, template_problems
 from millrace.core.config.parts.problems import Problem, nearest
@@ -267,6 +268,7 @@ def between_fields(config: RunConfig) -> list[Problem]:
         *rollout.problems(config),
         *algorithm.problems(config),
         *data.problems(config),
+        *image_rules.problems(config),
         *evaluation_problems(config),
         *checkpoint_problems(config),
         *memory_only("storage.root", config.storage.root),

@@ -49,6 +49,7 @@ class SamplePromptsRecord(CurriculumRecord):
     released: int  # groups that generate from the start
     reused: NotRequired[list[ReusedGroup]]  # in the order in which the buffer gave them
     buffered: NotRequired[int]  # groups that the buffer held
+    images: NotRequired[list[FileRecord]]  # pictures of the prompts, relative to the run's folder
 
 
 class SampleSupervisedRecord(CurriculumRecord):
@@ -214,6 +215,7 @@ class EvaluateRecord(TypedDict):
     sets: dict[str, EvaluatedSet]
     seconds: float
     files: list[FileRecord]  # its parts
+    images: NotRequired[list[FileRecord]]  # pictures of the sets, relative to the run's folder
     lag: NotRequired[int]  # weight versions that the trainer had made beyond this one when it ended
 
 

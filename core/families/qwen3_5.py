@@ -7,7 +7,8 @@ name, and the others are kept as they are. A token of a text has one position, w
 from dataclasses import replace
 
 from millrace.core.families import decoder
-from millrace.core.families.family import Bound, Family, Honoured, ModelPart
+from millrace.core.families.family import Bound, Family, Honoured
+from millrace.core.families.qwen_vl import OF_PICTURES, within_language_model
 
 QWEN3_5_TEXT = Family(
     name="qwen3_5_text",
@@ -42,27 +43,14 @@ QWEN3_5_TEXT = Family(
     beside=("mtp.",),
 )
 
-
-def _inner(parts: tuple[ModelPart, ...]) -> tuple[ModelPart, ...]:
-    return tuple(part.renamed("model.", "model.language_model.") for part in parts)
-
-
 QWEN3_5 = replace(
     QWEN3_5_TEXT,
     name="qwen3_5",
     model_class="Qwen3_5ForConditionalGeneration",
     within="text_config",
-    harmless=QWEN3_5_TEXT.harmless
-    | {
-        "vision_config",
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
-        "language_model_only",
-    },
-    before=_inner(QWEN3_5_TEXT.before),
-    layer=_inner(QWEN3_5_TEXT.layer),
-    after=_inner(QWEN3_5_TEXT.after),
+    harmless=QWEN3_5_TEXT.harmless | OF_PICTURES | {"language_model_only"},
+    before=within_language_model(QWEN3_5_TEXT.before),
+    layer=within_language_model(QWEN3_5_TEXT.layer),
+    after=within_language_model(QWEN3_5_TEXT.after),
     beside=("mtp.", "model.visual."),
 )

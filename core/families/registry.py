@@ -22,6 +22,7 @@ from millrace.core.families.qwen2_moe import QWEN2_MOE
 from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
 from millrace.core.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from millrace.core.families.qwen3_next import QWEN3_NEXT
+from millrace.core.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
 
 GROUP = "millrace.families"
 BUILT_IN = (
@@ -40,7 +41,7 @@ BUILT_IN = (
     GPT_OSS,
     GLM4_MOE,
 )
-OTHER_FORMS = (QWEN3_5,)  # of families that are there, as other checkpoints store them
+OTHER_FORMS = (QWEN3_5, QWEN2_5_VL, QWEN3_VL)  # of families that are there, as other checkpoints store them
 _known: dict[str, Family] = {family.name: family for family in (*BUILT_IN, *OTHER_FORMS)}
 
 

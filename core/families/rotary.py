@@ -42,6 +42,8 @@ def rotary(
     name, inner = _parameters(config, refuse, default)
     inner = {key: value for key, value in inner.items() if not (axes and key in OF_AXES)}
     kinds = {f"{name}.{key}": inner.pop(key) for key in ("rope_type", "type") if key in inner}
+    if axes:
+        kinds = {key: "default" if value == "mrope" else value for key, value in kinds.items()}
     kind = _agreed(kinds, refuse) if kinds else "default"
     if kind not in ("default", *KINDS):
         known = f"of scaled rotary embeddings only {', '.join(KINDS)} are supported"

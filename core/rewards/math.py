@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 
+from millrace.core.contracts.images import text_alone
 from millrace.core.hooks.protocols import Prompt, RewardInput, RewardResult
 from millrace.core.rewards.answer_text import (
     LONGEST,
@@ -254,7 +255,9 @@ def math(
 
 def words_of(prompt: Prompt) -> frozenset[str]:
     """The words of a prompt that may be units of its answer: none that mean a number or a doubt."""
-    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
+    texts = (
+        [prompt] if isinstance(prompt, str) else [text_alone(message.get("content")) for message in prompt]
+    )
     found = {word.lower() for text in texts for word in COUNTABLE.findall(text[:LONGEST_PROMPT])}
     return frozenset(found - NEVER_COUNTED)
 

@@ -89,7 +89,7 @@ def _files(source: RunFolder, at: int) -> Iterator[tuple[str, FileEntry | None]]
         for entry in manifest.files:
             yield f"{folder}/{entry.path}", entry
         for entry in named_by_records(source, index):
-            if entry.path.startswith("eval/"):
+            if entry.path.startswith(("eval/", "images/")):
                 yield entry.path, entry
     if at:
         for entry in checkpoint_files(source, at):

@@ -26,14 +26,17 @@ NOT_OF_ITERATIONS = ("discarded/", "logs/", "lease/")
 
 
 def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
-    """Evaluations and exports that the records of an iteration name, relative to the run's folder.
+    """Evaluations, pictures and exports that the records of an iteration name, relative to the run's folder.
 
     Raises MissingFileError or CorruptFileError for a missing or corrupt record.
     """
     files = IterationFiles(folder, index)
     for task in ("evaluate_before", "evaluate", "held_out_loss_before", "held_out_loss"):
-        sets = (files.record(task) or {"sets": {}})["sets"].values()
-        yield from recorded((held_out["file"] for held_out in sets), files.folder.url_of(record_path(task)))
+        record, where = files.record(task) or {"sets": {}}, files.folder.url_of(record_path(task))
+        yield from recorded((held_out["file"] for held_out in record["sets"].values()), where)
+        yield from recorded(record.get("images", ()), where)
+    drawn = files.record("sample_prompts") or {}
+    yield from recorded(drawn.get("images", ()), files.folder.url_of(record_path("sample_prompts")))
     saved = files.record("checkpoint") or {}
     where = files.folder.url_of(record_path("checkpoint"))
     entries = recorded(saved.get("export_files", ()), where)

@@ -37,6 +37,8 @@ def check_rows(config: RunConfig, rows: CheckedRows, model: ReadModel) -> Iterat
     limit, training = config.data.max_prompt_tokens, rows.field.startswith("data.")
     yield from rows.set_aside(limit)
     sampling = config.rollout.sampling if training else cast(EvalSet, rows.source).sampling
+    if rows.source.images_key and rows.usable:
+        yield from rows.see(config, model.tokenizer)
     yield from rows.refuse_stops(model.tokenizer, skips_special=sampling.skip_special_tokens)
     if not rows.usable:
         return

@@ -5,6 +5,7 @@ from typing import Any
 
 from millrace.connectors.huggingface.template import ChatTemplate, last_text
 from millrace.core.config.parts.problems import Problem
+from millrace.core.contracts.images import image_names
 from millrace.core.contracts.rows.chat_options import RESERVED, chat_options
 from millrace.core.contracts.rows.prompts import Prompt, PromptRow
 from millrace.flows.preflight.check_model import ReadModel, hidden_tools, template_problem
@@ -48,6 +49,13 @@ def rendered(rows: CheckedRows, model: ReadModel) -> Generator[Problem, None, li
             yield template_problem(
                 f"it leaves out the prompt: {last_text(row.prompt)[:SHOWN]!r} of {field} is not in the text it makes",
                 "have it write message['content'] of every message",
+            )
+            return []
+        pictures = len(image_names(row.prompt))
+        if rows.mark and text.count(rows.mark) != pictures:
+            yield template_problem(
+                f"it writes {text.count(rows.mark)} times {rows.mark} for row {row.row} of {field}, which has {pictures} pictures",
+                f"have it write {rows.mark} for each part of message['content'] whose type is image",
             )
             return []
         texts.append(text)

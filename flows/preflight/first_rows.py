@@ -10,23 +10,29 @@ from millrace.connectors.huggingface.answer_ends import unseen_by_row
 from millrace.connectors.huggingface.tokenizer import is_plain
 from millrace.connectors.huggingface.trained_turns import TextSpan
 from millrace.connectors.storage.prompts import first_rows
-from millrace.core.config import UserFunction
+from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.data import Source
 from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.rows.chat_options import SAMPLING
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, far_too_long, refuse, too_long
-from millrace.core.errors import MillraceError, MissingColumnError
+from millrace.core.errors import ConfigError, MillraceError, MissingColumnError, StorageError
+from millrace.core.families.images import image_rules
 from millrace.core.families.tokenizer_file import before_text_of
 from millrace.flows.preflight.check_model import special_tokens
+from millrace.tasks.data.images import RowPictures, Seen
 from millrace.tasks.data.own_rows import OwnRows
 
 ROWS, BYTES = 20_000, 8 << 20  # limits of reading a file on a disk
 ROWS_FROM_AFAR, BYTES_FROM_AFAR = 1_000, 1 << 20
+SEEN = 64  # rows whose pictures are looked at
 REMEDIES = {  # by the kind of reason why no row can be used
     "not UTF-8": "save the file as UTF-8; unpack it if it is compressed",
     "not text": "leave these parts out, or write as text what they show",
     "wrong type": "change the column, or name another one in the source",
+    "bad image": "correct the pictures that the rows name, or leave such rows out",
+    "missing image": "put the pictures beside the data file, or correct their paths",
+    "images do not match": "write <image> once for each picture of the row",
     "bad sampling": "correct the column, or set sampling_key to null",
     "too long": "shorten the prompts, or raise data.max_prompt_tokens",
 }
@@ -47,6 +53,8 @@ class CheckedRows:
         self.texts: list[str] = []  # texts of the first usable rows, in the form that is sent
         self.lengths: list[int] = []  # tokens of these texts
         self.too_long: list[Quarantined] = []
+        self.mark = ""  # the text that stands for a picture
+        self.pictured: list[int] = []  # tokens of the pictures of the first usable rows, less one each
 
     @property
     def place(self) -> str:
@@ -114,6 +122,24 @@ class CheckedRows:
         self.whole = self.total == len(found)
         return [] if self.usable else [self._none_usable()]
 
+    def see(self, config: RunConfig, tokenizer: Any) -> list[Problem]:
+        """Look at the pictures of the first rows, to which the others are left; refuses rows whose pictures cannot be used."""
+        path = config.model.path
+        try:
+            images = RowPictures(image_rules(path), config.data.max_image_tokens)
+            found = images.read(self.source, self.usable[:SEEN])
+        except ConfigError as error:
+            return [Problem("model.path", path, error.reason, error.remedy)]
+        except StorageError as error:
+            return [Problem(self.place, self.origin, str(error), error.remedy)]
+        self.whole = self.whole and len(self.usable) <= SEEN
+        self.refused += [item for item in found if isinstance(item, Quarantined)]
+        seen = [item for item in found if isinstance(item, Seen)]
+        self.usable = [item.row for item in seen]
+        self.pictured = [sum(images.tokens(item.pictures)) - len(item.pictures) for item in seen]
+        self.mark = str(tokenizer.id_to_token(images.rules.token) or "") if tokenizer else ""
+        return [] if self.usable else [self._none_usable()]
+
     def set_aside(self, limit: int) -> list[Problem]:
         """Refuse rows of far more than `limit` tokens before they are rendered or tokenised; a problem if no row is left."""
         found = [far_too_long(row, self.source, limit) for row in self.usable]
@@ -142,8 +168,13 @@ class CheckedRows:
         pieces = [[piece.text for piece in cut] for cut in self.pieces.values()]
         added = [before if is_plain(row.prompt, self.source.chat) else 0 for row in self.usable]
         self.lengths = [
-            sum(len(tokenizer.encode(part, add_special_tokens=False).ids) for part in parts) + more
-            for parts, more in zip(pieces or [[text] for text in self.texts], added, strict=False)
+            sum(len(tokenizer.encode(part, add_special_tokens=False).ids) for part in parts) + more + pictured
+            for parts, more, pictured in zip(
+                pieces or [[text] for text in self.texts],
+                added,
+                self.pictured or [0] * len(added),
+                strict=False,
+            )
         ]
         self.too_long = [
             too_long(row, self.source, length, limit)

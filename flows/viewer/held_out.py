@@ -11,7 +11,7 @@ from millrace.connectors.storage.ranged import RangedTables
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.plain_text import whole
 from millrace.flows.commands.named_files import named_by_records
-from millrace.flows.viewer.messages import Message, conversation, readable_json
+from millrace.flows.viewer.messages import Message, Pictures, conversation, readable_json
 from millrace.flows.viewer.stored import NotShown, Problems, ViewedRun
 
 PAGE = 50
@@ -71,11 +71,14 @@ def held_out(
     systems = {
         each["name"]: each.get("system") for each in run.settings.get("evaluation", {}).get("sets", ())
     }
+    pictures = run.pictures(problems)
     return HeldOut(
         set=name,
         done=done,
         other=other,
-        answers=[_answer(*pair, systems.get(name)) for pair in listed[PAGE * page : PAGE * (page + 1)]],
+        answers=[
+            _answer(*pair, systems.get(name), pictures) for pair in listed[PAGE * page : PAGE * (page + 1)]
+        ],
         found=len(listed),
         changed=len(changed),
         problems=problems.listed(),
@@ -114,11 +117,13 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int]:
     return row["prompt_id"], row["index"]
 
 
-def _answer(row: Mapping[str, Any], other: Mapping[str, Any] | None, system: str | None) -> HeldOutAnswer:
+def _answer(
+    row: Mapping[str, Any], other: Mapping[str, Any] | None, system: str | None, pictures: Pictures
+) -> HeldOutAnswer:
     return HeldOutAnswer(
         prompt_id=row["prompt_id"],
         index=row["index"],
-        prompt=conversation(row, system)[:-1],
+        prompt=conversation(row, system, pictures)[:-1],
         label=readable_json(row["label"]),
         figures=_figures(row),
         response=whole(row["response"]),

@@ -1,19 +1,23 @@
 """What was said in a sample, as messages that any page or terminal can show: texts alone, each with its role.
 
-Owns what is a picture: only what the data gave, as PNG, JPEG, GIF or WebP in a data URL. All that a model wrote is text.
+Owns what is a picture: only what the data gave, as a picture of the run's folder that was decoded, or as PNG, JPEG, GIF or WebP
+in a data URL. All that a model wrote is text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.core.contracts.images import NAME, SHOWN, is_image
 from millrace.core.plain_text import json_text, whole, whole_values
 
 PICTURE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
+Pictures = Callable[[str], str | None]
+"""Gets a picture's name. Returns it as a data URL; None if it cannot be shown."""
 THINKING = re.compile(r"<think(?:ing)?>(.*?)(?:</think(?:ing)?>|\Z)", re.DOTALL)
 
 
@@ -35,7 +39,13 @@ class Message:
     generated: bool = False
 
 
-def conversation(row: Mapping[str, Any], system: str | None = None) -> list[Message]:
+def no_pictures(name: str) -> None:
+    """Shows no picture."""
+
+
+def conversation(
+    row: Mapping[str, Any], system: str | None = None, pictures: Pictures = no_pictures
+) -> list[Message]:
     """The messages of a stored sample, the prompt's first. system: the message that its source puts before prompts without one."""
     prompt = json.loads(row["prompt"])
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -45,9 +55,12 @@ def conversation(row: Mapping[str, Any], system: str | None = None) -> list[Mess
         messages = json.loads(row["dialogue"])
         given = messages[: len(asked)]
         later = messages[len(asked) :]
-        return [*(_message(each, True) for each in given), *(_message(each, False) for each in later)]
+        return [
+            *(_message(each, True, pictures) for each in given),
+            *(_message(each, False) for each in later),
+        ]
     answer = Message("assistant", spoken(row["response"]), generated=True)
-    return [*(_message(each, True) for each in asked), answer]
+    return [*(_message(each, True, pictures) for each in asked), answer]
 
 
 def spoken(text: str) -> list[MessagePart]:
@@ -72,7 +85,7 @@ def readable_json(stored: str | None) -> str | None:
     return whole(value) if isinstance(value, str) else json_text(value)
 
 
-def _message(message: Mapping[str, Any], of_data: bool) -> Message:
+def _message(message: Mapping[str, Any], of_data: bool, pictures: Pictures = no_pictures) -> Message:
     role = whole(str(message.get("role", "")))
     generated = role == "assistant" and not of_data
     parts: list[MessagePart] = []
@@ -82,7 +95,7 @@ def _message(message: Mapping[str, Any], of_data: bool) -> Message:
     if isinstance(content, str):
         parts += spoken(content) if role == "assistant" else [MessagePart("text", whole(content))]
     elif isinstance(content, list):
-        parts += [_part(item, of_data) for item in content]
+        parts += [_part(item, of_data, pictures) for item in content]
     elif content is not None:
         parts.append(MessagePart("text", json_text(content)))
     for call in message.get("tool_calls") or ():
@@ -93,8 +106,11 @@ def _message(message: Mapping[str, Any], of_data: bool) -> Message:
     return Message(role, parts, generated)
 
 
-def _part(item: Any, of_data: bool) -> MessagePart:
+def _part(item: Any, of_data: bool, pictures: Pictures) -> MessagePart:
     if isinstance(item, Mapping):
+        if of_data and is_image(item) and NAME.fullmatch(name := str(item.get("image"))):
+            shown = pictures(name)
+            return MessagePart("picture", shown) if shown else MessagePart("text", f"(image {name[:SHOWN]})")
         if item.get("type") == "text":
             return MessagePart("text", whole(str(item.get("text", ""))))
         url = item.get("image_url") or item.get("image")

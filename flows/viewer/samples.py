@@ -171,8 +171,8 @@ class Samples:
         if not rows:
             raise _unknown("group", group, iteration, problems)
         rewards = self._rows(iteration, group, "rewards", OF_REWARD, problems)
-        first = rows[0]
-        talks = {row["sample_id"]: conversation(row, self._system(row["source"])) for row in rows}
+        first, pictures = rows[0], self._run.pictures(problems)
+        talks = {row["sample_id"]: conversation(row, self._system(row["source"]), pictures) for row in rows}
         asked = _common(list(talks.values()))
         return GroupView(
             iteration=iteration.number,
@@ -209,7 +209,7 @@ class Samples:
             iteration=iteration.number,
             group=group,
             sample=sample,
-            messages=conversation(row, self._system(row["source"])),
+            messages=conversation(row, self._system(row["source"]), self._run.pictures(problems)),
             label=readable_json(row["label"]),
             metadata=readable_json(row["metadata"]),
             figures={**figures, "reason": figures.get("reason") or row["reason"]},

@@ -6,6 +6,7 @@ changes nothing. Knows nothing of pages.
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.images import StoredImages, as_stored, opened
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.summaries import Committed
@@ -22,8 +24,10 @@ from millrace.connectors.storage.parts import PART_FOLDERS, list_parts
 from millrace.connectors.storage.ranged import RangedTables
 from millrace.connectors.storage.run_folder import LOGPROBS, MANIFEST, RunFolder, manifest_of, numbers_of
 from millrace.core.contracts.ids import iteration_number
+from millrace.core.contracts.images import DATA_URL
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.flows.driver.stored_run import run_record, settings_of
+from millrace.flows.viewer.messages import Pictures
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,19 @@ class ViewedRun:
         self._iterations: OrderedDict[int, Iteration] = OrderedDict()
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self.refresh()
+
+    def pictures(self, problems: Problems) -> Pictures:
+        """Shows the pictures of prompts, made again from their pixels. A broken or missing one is a problem."""
+        stored = StoredImages(self.folder.store)
+
+        def picture(name: str) -> str | None:
+            try:
+                return f"{DATA_URL}{base64.b64encode(as_stored(opened(stored.read(name).png))).decode()}"
+            except StorageError as error:
+                problems.note(error)
+                return None
+
+        return picture
 
     def refresh(self) -> None:
         """Read what was committed since the last call."""

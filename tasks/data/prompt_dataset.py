@@ -19,6 +19,7 @@ from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.contracts import schema
 from millrace.core.contracts.rows.prompts import Quarantined, SourceFingerprint
 from millrace.core.contracts.task_records import FileRecord
+from millrace.tasks.data.images import RowPictures
 from millrace.tasks.data.rows import (
     DrawnRows,
     Read,
@@ -62,9 +63,13 @@ class PromptDataset:
     """All training sources of a run."""
 
     def __init__(
-        self, config: RunConfig, tokenizer: PromptTokenizer, whole: Collection[str] = frozenset()
+        self,
+        config: RunConfig,
+        tokenizer: PromptTokenizer,
+        whole: Collection[str] = frozenset(),
+        images: RowPictures | None = None,
     ) -> None:
-        """whole: sources that are read whole at any size."""
+        """whole: sources that are read whole at any size. images: reads pictures; needed if a source has them."""
         self.sources: dict[str, Rows] = {
             source.name: _opened(
                 source,
@@ -72,6 +77,7 @@ class PromptDataset:
                 tokenizer,
                 source.name in whole,
                 skips_special=config.rollout.sampling.skip_special_tokens,
+                images=images,
             )
             for source in config.data.sources
         }
@@ -113,22 +119,39 @@ class PromptDataset:
 
 
 def load_prompts(
-    source: PromptRows, tokenizer: PromptTokenizer, max_tokens: int, *, skips_special: bool = True
+    source: PromptRows,
+    tokenizer: PromptTokenizer,
+    max_tokens: int,
+    *,
+    skips_special: bool = True,
+    images: RowPictures | None = None,
 ) -> PromptSet:
-    """Read and tokenise one source; rows that cannot be used are quarantined with their reason. skips_special: as of `tokenised`."""
+    """Read and tokenise one source; rows that cannot be used are quarantined with their reason.
+
+    skips_special, images: as of `tokenised`.
+    """
     rows, quarantined = read_source(source)
-    read = tokenised(source, rows, tokenizer, max_tokens, skips_special=skips_special)
+    read = tokenised(source, rows, tokenizer, max_tokens, skips_special=skips_special, images=images)
     usable = [item for item in read if isinstance(item, UsablePrompt)]
     quarantined += [item for item in read if isinstance(item, Quarantined)]
     return PromptSet(source, usable, quarantined)
 
 
 def _opened(
-    source: Source, data: Data, tokenizer: PromptTokenizer, whole: bool, *, skips_special: bool
+    source: Source,
+    data: Data,
+    tokenizer: PromptTokenizer,
+    whole: bool,
+    *,
+    skips_special: bool,
+    images: RowPictures | None,
 ) -> Rows:
-    """A training source. Raises DataError if it cannot be read, or too many of its rows are unusable."""
-    if source.rows or (not whole and about_rows(source) > data.stream_above_rows):
-        drawn = DrawnRows(source, data, tokenizer, skips_special=skips_special)
+    """A training source. Raises DataError if it cannot be read, or too many of its rows are unusable.
+
+    Rows with pictures are read as they are drawn, so that pictures are not all in memory.
+    """
+    if source.rows or source.images_key or (not whole and about_rows(source) > data.stream_above_rows):
+        drawn = DrawnRows(source, data, tokenizer, skips_special=skips_special, images=images)
         _log_unusable(drawn, sum(drawn.sizes().values()))
         return drawn
     prompts = load_prompts(source, tokenizer, data.max_prompt_tokens, skips_special=skips_special)

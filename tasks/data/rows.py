@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from millrace.connectors.huggingface.dialogue import Dialogues, TrainedDialogue
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.connectors.storage.images import ImageError, Picture
 from millrace.connectors.storage.sources.addressed import AddressedRows
 from millrace.core.config.data import Data, Source
 from millrace.core.config.data.prompt_rows import PromptRows
@@ -25,9 +26,11 @@ from millrace.core.contracts.rows.prompts import (
     without_label,
 )
 from millrace.core.errors import DataError
+from millrace.tasks.data.images import RowPictures, Seen
 from millrace.tasks.data.own_rows import OwnRows
 
 HEAD = 1000  # first rows, which are checked before a run starts
+HEAD_WITH_IMAGES = 64
 ENOUGH = 100  # rows that must have been read before a share of unusable rows counts
 
 
@@ -37,6 +40,7 @@ class UsablePrompt(NamedTuple):
     row: PromptRow
     tokens: list[int]
     dialogue: TrainedDialogue | None = None  # for a row that is a whole dialogue: the tokens after `tokens`
+    pictures: tuple[Picture, ...] = ()
 
 
 Read = UsablePrompt | Quarantined
@@ -69,10 +73,11 @@ def tokenised(
     limit: int,
     *,
     skips_special: bool,
+    images: RowPictures | None = None,
 ) -> list[Read]:
     """Each row with its prompt's tokens; rows of more than `limit` tokens, or with an impossible stop, are unusable.
 
-    skips_special: whether the text of an answer has no special tokens.
+    skips_special: whether the text of an answer has no special tokens. images: reads pictures; needed if rows may have them.
     """
     refused = {row.row: found for row in rows if (found := far_too_long(row, source, limit))}
     for row in rows:
@@ -80,8 +85,38 @@ def tokenised(
             unseen := tokenizer.unseen_by_row(row.metadata, skips_special=skips_special)
         ):
             refused[row.row] = refuse(source, row.row, unseen, str(row.metadata[SAMPLING]))
-    read = iter(_tokenised(source, [row for row in rows if row.row not in refused], tokenizer, limit))
+    good = [row for row in rows if row.row not in refused]
+    if source.images_key:
+        assert images is not None, "a source whose rows have pictures"
+        read = iter(_with_pictures(source, good, tokenizer, limit, images))
+    else:
+        read = iter(_tokenised(source, good, tokenizer, limit))
     return [refused[row.row] if row.row in refused else next(read) for row in rows]
+
+
+def _with_pictures(
+    source: PromptRows, rows: Sequence[PromptRow], tokenizer: PromptTokenizer, limit: int, images: RowPictures
+) -> list[Read]:
+    seen = images.read(source, rows)
+    good = [item for item in seen if isinstance(item, Seen)]
+    tokens = iter(_tokenised(source, [item.row for item in good], tokenizer, limit))
+    return [
+        _expanded(source, item, next(tokens), limit, images) if isinstance(item, Seen) else item
+        for item in seen
+    ]
+
+
+def _expanded(source: PromptRows, seen: Seen, read: Read, limit: int, images: RowPictures) -> Read:
+    """A row with as many tokens for each picture as it takes."""
+    if isinstance(read, Quarantined):
+        return read
+    try:
+        ids = images.expanded(read.tokens, seen.pictures)
+    except ImageError as error:
+        return refuse(source, seen.row.row, str(error), str(seen.row.prompt))
+    if len(ids) > limit:
+        return too_long(seen.row, source, len(ids), limit)
+    return UsablePrompt(seen.row, ids, pictures=seen.pictures)
 
 
 def _tokenised(
@@ -121,18 +156,25 @@ class DrawnRows:
     """A source whose rows are read when they are drawn: from large files, or from a user's function."""
 
     def __init__(
-        self, source: Source, data: Data, tokenizer: PromptTokenizer, *, skips_special: bool
+        self,
+        source: Source,
+        data: Data,
+        tokenizer: PromptTokenizer,
+        *,
+        skips_special: bool,
+        images: RowPictures | None = None,
     ) -> None:
-        """Reads the first rows. skips_special: as of `tokenised`. Raises DataError if too many of them are unusable."""
+        """Reads the first rows. skips_special, images: as of `tokenised`. Raises DataError if too many of them are unusable."""
         self._source, self._data, self._tokenizer = source, data, tokenizer
-        self._skips_special = skips_special
+        self._skips_special, self._images = skips_special, images
         self._rows: AddressedRows | OwnRows = OwnRows(source) if source.rows else AddressedRows(source)
         self._lock = threading.Lock()
         self._seen = self._bad = 0  # rows read so far; a row that is read again counts again
         self._refused: list[Quarantined] = []  # the first unusable rows
         self._labelled = False
         level = source.levels.first if source.levels else None
-        self._head = self.read(level, range(min(HEAD, self.sizes()[level])))
+        head = HEAD_WITH_IMAGES if source.images_key else HEAD
+        self._head = self.read(level, range(min(head, self.sizes()[level])))
         self._labelled = any(
             isinstance(item, UsablePrompt) and item.row.label is not None for item in self._head
         )
@@ -164,6 +206,7 @@ class DrawnRows:
             self._tokenizer,
             self._data.max_prompt_tokens,
             skips_special=self._skips_special,
+            images=self._images,
         )
         found = iter(read)
         result: list[Read] = [next(found) if isinstance(item, PromptRow) else item for item in items]

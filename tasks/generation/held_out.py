@@ -91,6 +91,7 @@ async def make_set(
         lambda ids: ctx.runtime.prompts.tokenizer.decode(ids, held_out.sampling.skip_special_tokens),
         ctx.runtime.places(ctx.share),
         lambda: ctx.runtime.prompts.tokenizer.ends,
+        unsampled=ctx.runtime.prompts.unsampled([held_out]),
     )
     respond = _in_sessions if ctx.config.rollout.session else _at_once
     answers = respond(ctx, held_out, generator, version)
@@ -186,6 +187,11 @@ class _Place:
         return self.row.prompt_id, self.index
 
     @property
+    def prompt(self) -> str:
+        """Its prompt as JSON."""
+        return json_text(self.row.prompt)
+
+    @property
     def subset(self) -> str | None:
         """The subset of its row."""
         found = (self.row.metadata or {}).get(self.held_out.subset_key or "")
@@ -203,7 +209,7 @@ class _Place:
         """The fields that a reward may read, before there is an answer."""
         row = self.row
         return {
-            "prompt": json_text(row.prompt),
+            "prompt": self.prompt,
             "label": None if row.label is None else json_text(row.label),
             "metadata": json_text(row.metadata) if row.metadata else None,
             "response": "",
@@ -233,6 +239,7 @@ def _at_once(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerato
             session=None,
             own=own,
             priority=ctx.index,  # before rollouts of later iterations: the next sync waits for it
+            images=await asyncio.to_thread(ctx.runtime.prompts.sent_images, place.prompt),
         )
         found = place.scorable()
         found["response"], found["status"] = answer.text, answer.status

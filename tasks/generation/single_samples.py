@@ -18,12 +18,14 @@ from millrace.connectors.engines.dispatching.pieces import Flush, ended_at_stop,
 from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
+from millrace.core.contracts.images import SentImages
 from millrace.core.contracts.sample import Status
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.core.families.routed_experts import RoutingFormat
 from millrace.tasks.generation.admission import Places, places_of
 from millrace.tasks.generation.failures import FailureBudget
 
+NEVER = -1e9  # a token's bias with which its probability is 0
 STATUSES: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 Engines = Callable[[], Awaitable[Dispatcher]]
 """Makes the engines ready at the weight version that will generate."""
@@ -77,17 +79,21 @@ class SampleGenerator:
         places: Places | None = None,
         ends: Callable[[], AnswerEnds] = AnswerEnds,
         form: RoutingFormat | None = None,
+        unsampled: Sequence[int] = (),
     ) -> None:
         """text_of: decodes the token ids of an answer that several requests made; by default their texts are joined.
 
         places: for samples in flight; None: as the configuration says, for this generator alone. ends: tokens that end answers, which requests name for engines. form: of
-        routed experts, which engines are asked for; None: they are not.
+        routed experts, which engines are asked for; None: they are not. unsampled: ids that no answer may contain.
         """
         self.outstanding = 0  # started samples without an answer
         self.samples = 0
         self.tokens = 0
         self.engines_s = 0.0  # seconds until the engines were ready
         self._params, self._form = sampling.request, form
+        if unsampled:
+            bias = {**(self._params.get("logit_bias") or {}), **{str(token): NEVER for token in unsampled}}
+            self._params = {**self._params, "logit_bias": bias}
         self._budget, self._text_of, self._ends = budget, text_of, ends
         self._make_ready = engines
         self._engines: Dispatcher | None = None
@@ -112,12 +118,13 @@ class SampleGenerator:
         priority: int | None = None,
         flush: Flush | None = None,
         routed: bytes = b"",
+        images: SentImages | None = None,
     ) -> Answer:
         """Generate one answer. Equal tokens, seed and weights give an equal answer.
 
         `session` keeps the samples of a group together. own: sampling parameters of this answer alone. made: its earlier
         part, which it continues. priority: the smallest of waiting requests goes first. flush: stores its tokens meanwhile.
-        routed: stored experts of the first tokens, which are not asked for again. If
+        routed: stored experts of the first tokens, which are not asked for again. images: pictures of the prompt. If
         no engine can generate it, the answer has the reason. Raises BudgetError if too many samples failed.
         """
         self.outstanding += 1
@@ -139,6 +146,7 @@ class SampleGenerator:
                         experts=AskedExperts(self._form, len(routed) // self._form.width)
                         if self._form
                         else None,
+                        images=images,
                     )
             except EngineError as error:
                 reason = str(error)

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.store import Store
+from millrace.core.contracts.images import with_words
 from millrace.core.plain_text import json_text
 
 T = TypeVar("T")
@@ -241,7 +242,7 @@ def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
+    content = with_words(message.get("content"))
     text = content if isinstance(content, str) else json_text(content) if content else ""
     calls = message.get("tool_calls")
     return f"{text}{' ' if text and calls else ''}{json_text(calls) if calls else ''}"

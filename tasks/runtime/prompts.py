@@ -3,11 +3,14 @@
 Owns that each is read once. The ledger decides what is drawn (millrace.core.accounts.ledger).
 """
 
-from collections.abc import Iterable
-from functools import cached_property
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.images import StoredImages
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.user_code.mcp_tools import tool_schemas
@@ -16,12 +19,18 @@ from millrace.core.accounts.history import Key
 from millrace.core.accounts.ledger import Ledger
 from millrace.core.accounts.staleness import Ahead
 from millrace.core.config import RunConfig
+from millrace.core.config.data.prompt_rows import PromptRows
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import derived_seed, sample_seed
+from millrace.core.contracts.images import SentImage, SentImages, image_names
 from millrace.core.contracts.sample import DrawnGroup
+from millrace.core.families.images import image_rules
+from millrace.tasks.data.images import RowPictures
 from millrace.tasks.data.prompt_dataset import PromptDataset, PromptSet, load_prompts
+from millrace.tasks.data.rows import Read, UsablePrompt
 
 DRAWN = ["source", "level", "row", "epoch", "ordinal"]  # columns of prompts.parquet that the ledger needs
+IMAGES_HELD = 256  # pictures that are kept in memory for further requests
 
 
 class Prompts:
@@ -36,6 +45,8 @@ class Prompts:
         self._whole: frozenset[str] = frozenset()
         self.tokenizer_kind: str | None = None  # kind of the driver's tokenizer, in its shards
         self.ahead = Ahead()  # how many iterations may be open ahead; from run.json
+        self._stored = StoredImages(run_folder.store)
+        self._image = lru_cache(maxsize=IMAGES_HELD)(self._read_image)
 
     @cached_property
     def tokenizer(self) -> PromptTokenizer:
@@ -51,14 +62,47 @@ class Prompts:
     @cached_property
     def dataset(self) -> PromptDataset:
         """The usable training prompts."""
-        return PromptDataset(self.config, self.tokenizer, self._whole)
+        return PromptDataset(self.config, self.tokenizer, self._whole, self.images)
+
+    @cached_property
+    def images(self) -> RowPictures | None:
+        """Reads the pictures of rows; None if prompts are text. Raises ConfigError if the model sees no pictures."""
+        config = self.config
+        if not any(source.images_key for source in (*config.data.sources, *config.evaluation.sets)):
+            return None
+        return RowPictures(image_rules(config.model.path), config.data.max_image_tokens)
+
+    def keep_images(self, read: Iterable[Read]) -> list[FileEntry]:
+        """Store the pictures of prompts in the run's folder; returns their files, relative to it."""
+        usable = (item for item in read if isinstance(item, UsablePrompt))
+        return self._stored.keep(picture for item in usable for picture in item.pictures)
+
+    def sent_images(self, prompt: str) -> SentImages | None:
+        """The pictures of a stored prompt, for an engine; None if it has none. prompt: as JSON."""
+        if self.images is None:
+            return None
+        names = image_names(json.loads(prompt))
+        return SentImages(self.images.rules.token, tuple(map(self._image, names))) if names else None
+
+    def unsampled(self, sets: Iterable[PromptRows]) -> Sequence[int]:
+        """Ids that no answer to these sources may contain, since they stand for pictures."""
+        return self.images.rules.marks if self.images and any(each.images_key for each in sets) else ()
+
+    def _read_image(self, name: str) -> SentImage:
+        assert self.images is not None
+        picture = self._stored.read(name)
+        return SentImage(picture.png, self.images.rules.tokens(picture.width, picture.height))
 
     def held_out(self, held_out: EvalSet) -> PromptSet:
         """The usable prompts of an evaluation set."""
         if held_out.name not in self._held_out:
             limit = self.config.data.max_prompt_tokens
             self._held_out[held_out.name] = load_prompts(
-                held_out, self.tokenizer, limit, skips_special=held_out.sampling.skip_special_tokens
+                held_out,
+                self.tokenizer,
+                limit,
+                skips_special=held_out.sampling.skip_special_tokens,
+                images=self.images,
             )
         return self._held_out[held_out.name]
 

@@ -78,6 +78,14 @@ def in_a_tasks_record(run: RunFolder, path: str) -> None:
     record(run, "rollout", {"files": [entry(path)]})
 
 
+def in_a_draws_pictures(run: RunFolder, path: str) -> None:
+    record(run, "sample_prompts", {"files": [], "images": [entry(path)]})
+
+
+def in_an_evaluations_pictures(run: RunFolder, path: str) -> None:
+    record(run, "evaluate", {"files": [], "sets": {}, "images": [entry(path)]})
+
+
 def in_an_evaluations_record(run: RunFolder, path: str) -> None:
     record(run, "evaluate", {"sets": {"easy": {"file": entry(path)}}})
 
@@ -142,6 +150,9 @@ READERS: dict[str, tuple[Plant, Read]] = {
         in_an_evaluations_record,
         lambda run, _: list(named_by_records(run, OPEN)),
     ),
+    "verify, of a draw's pictures": (in_a_draws_pictures, verified),
+    "branch, of a draw's pictures": (in_a_draws_pictures, lambda run, _: list(named_by_records(run, OPEN))),
+    "verify, of an evaluation's pictures": (in_an_evaluations_pictures, verified),
     "eval and replay, of an export": (in_an_exports_record, lambda run, into: export_folder(run, 3, into)),
     "verify, of an export": (in_an_exports_record, verified),
     "verify, of an export's folder": (as_the_folder_of_an_export, verified),

@@ -10,6 +10,7 @@ import numpy as np
 from millrace.connectors.engines.client import AskedExperts, Generation
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.dispatching.pieces import Flush
+from millrace.core.contracts.images import SentImages
 from millrace.core.errors import EngineError
 
 
@@ -22,6 +23,14 @@ def generation(
 
 
 FEW = generation([7, 8], [-0.5, -0.25], "2 .")
+
+
+# of prompts in a test that has no pictures
+TEXT_ALONE: dict[str, Any] = {
+    "sent_images": lambda prompt: None,
+    "unsampled": lambda sources: (),
+    "keep_images": lambda read: [],
+}
 
 
 class ScriptedEngines(Dispatcher):
@@ -43,6 +52,7 @@ class ScriptedEngines(Dispatcher):
         priority: int | None = None,
         flush: Flush | None = None,
         experts: AskedExperts | None = None,
+        images: SentImages | None = None,
     ) -> Generation:
         self.requests.append((rid, list(input_ids), dict(params), session))
         self.priorities.add(priority)

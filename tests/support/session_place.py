@@ -14,6 +14,7 @@ from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.rollout import Sampling, SessionSection
+from millrace.core.contracts.images import SentImages
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.sessions.tools import load_tools
 from millrace.tasks.generation.failures import FailureBudget
@@ -51,6 +52,7 @@ class Engines(ScriptedEngines):
         priority: int | None = None,
         flush: Flush | None = None,
         experts: AskedExperts | None = None,
+        images: SentImages | None = None,
     ) -> Generation:
         await super().generate(input_ids, params, rid=rid, session=session)
         turn = int(rid.rpartition(".")[2])

@@ -45,7 +45,7 @@ SAMPLING = (
     "min_new_tokens frequency_penalty presence_penalty repetition_penalty logit_bias json_schema regex ebnf"
 )
 FUNCTION = "function options"
-CHAT = "tools_key chat_template_kwargs chat_template_kwargs_key sampling_key label_from_prompt loss_on"
+CHAT = "tools_key chat_template_kwargs chat_template_kwargs_key sampling_key label_from_prompt loss_on images_key"
 ROWS: dict[str, Row] = {
     **dict.fromkeys(
         (
@@ -57,7 +57,7 @@ ROWS: dict[str, Row] = {
             *_under("data.sources.0.levels", "first last window raise_from groups"),
             *_under("data.sources.0.pools", "solved_from unsolved_to solved_share unsolved_share"),
             *_under("data.stages.0", "weights iterations reward groups"),
-            *_under("data", "shuffle max_prompt_tokens stream_above_rows"),
+            *_under("data", "shuffle max_prompt_tokens max_image_tokens stream_above_rows"),
             *_under("rollout", "prompts samples_per_prompt"),
             *_under("pipeline", "sync_every rollouts_only rollouts_from"),
             *_under("trainer", "rank global_batch passes optimizer.distributed megatron_optimizer"),

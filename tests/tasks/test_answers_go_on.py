@@ -18,6 +18,7 @@ from millrace.connectors.storage.parts import read_parts
 from millrace.core.accounts.token_counts import COLUMNS, account_of
 from millrace.core.config.rollout import Sampling
 from millrace.core.contracts import schema
+from millrace.core.contracts.images import SentImages
 from millrace.core.contracts.sample import JudgedSample
 from millrace.core.contracts.turns import TurnRow
 from millrace.tasks.context import IterationContext
@@ -25,7 +26,7 @@ from millrace.tasks.generation.answers import Answers
 from millrace.tasks.generation.single_samples import SampleGenerator
 from millrace.tasks.rollout import row_writer, sample_generator
 from millrace.tasks.stream import Joined
-from tests.support.scripted_engines import ScriptedEngines
+from tests.support.scripted_engines import TEXT_ALONE, ScriptedEngines
 from tests.support.stored_samples import drawn_group, sample_of
 from tests.tasks.test_rollout_writer import context
 
@@ -56,6 +57,7 @@ class Engines(ScriptedEngines):
         priority: int | None = None,
         flush: Flush | None = None,
         experts: AskedExperts | None = None,
+        images: SentImages | None = None,
     ) -> Generation:
         self.requests.append((rid, list(input_ids), dict(params), session))
         assert flush is not None
@@ -103,10 +105,11 @@ async def test_an_answer_goes_on_where_storage_has_it(tmp_path: Path, stop: list
     )
     assert ctx.config.data.sources[0].name == GROUP.source
     prompts = SimpleNamespace(
+        **TEXT_ALONE,
         sample_seed=lambda group, index: 7,
         tokenizer=SimpleNamespace(decode=lambda ids, _: " ".join(map(str, ids)), ends=AnswerEnds()),
     )
-    ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts))
+    ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts, places=lambda share: None))
     with pytest.raises(BaseExceptionGroup) as caught:
         await attempt(ctx, Engines(dies=True))
     assert caught.value.subgroup(KilledError) is not None
@@ -147,10 +150,11 @@ def test_a_sample_that_was_deferred_before_has_a_row_also_where_a_kill_kept_it_f
     before = sample_of(group, 0, "", length=length, status="aborted")
     ctx.stream.joined = Joined([group], begun={before.sample_id: before})
     prompts = SimpleNamespace(
+        **TEXT_ALONE,
         sample_seed=lambda group, index: before.seed,
         tokenizer=SimpleNamespace(decode=lambda ids, _: before.response, ends=AnswerEnds()),
     )
-    ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts))
+    ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts, places=lambda share: None))
     generator = sample_generator(ctx)
     answers = Answers(ctx, generator, *[row_writer(ctx, kind, generator) for kind in ("rollouts", "turns")])
     left = answers.left(group, 0)

@@ -25,7 +25,7 @@ from millrace.tasks.data.prompt_dataset import PromptSet
 from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.runtime.scoring import Scoring
-from tests.support.scripted_engines import ScriptedEngines
+from tests.support.scripted_engines import TEXT_ALONE, ScriptedEngines
 
 MakeConfig = Callable[..., RunConfig]
 ROWS = [PromptRow("sums", n, f"p{n}", f"{n}+1=", label) for n, label in enumerate(["2", "x", "2", "2", "2"])]
@@ -63,10 +63,12 @@ def context(
         config=config,
         run_folder=RunFolder(config.storage.root, config.run.name),
         memory=SimpleNamespace(for_engines=ready),
+        places=lambda share: None,
         scoring=SimpleNamespace(
             score=score_unless_unreadable, of_sets=scoring.of_sets, selected=scoring.selected
         ),
         prompts=SimpleNamespace(
+            **TEXT_ALONE,
             tokenizer=SimpleNamespace(ends=AnswerEnds()),
             held_out=lambda held_out: PromptSet(
                 held_out, [UsablePrompt(row, [n]) for n, row in enumerate(ROWS)]

@@ -19,6 +19,7 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.user_code.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling, SessionSection
+from millrace.core.contracts.images import SentImages
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.hooks.slime.arguments import OF_GENERATION
 from millrace.tasks.generation.failures import FailureBudget
@@ -55,6 +56,7 @@ class Engines(ScriptedEngines):
         priority: int | None = None,
         flush: Flush | None = None,
         experts: AskedExperts | None = None,
+        images: SentImages | None = None,
     ) -> Generation:
         await super().generate(input_ids, params, rid=rid, session=session)
         text = TURNS[rid.partition(".")[2]] + "<eos>"

@@ -33,6 +33,7 @@ from millrace.connectors.engines.embedded.sampling import (
 )
 from millrace.connectors.engines.embedded.slots import Request, Slots
 from millrace.connectors.engines.embedded.text import Text
+from millrace.connectors.engines.embedded.tower import tower_of
 from millrace.connectors.host.torch_trace import TorchTrace
 from millrace.core.families.routed_experts import RoutingFormat
 
@@ -73,6 +74,7 @@ class Engine:
         self.decoder = Decoder(Weights(self.shape, tensors))
         self.text = Text(self.folder)
         self.weight_version = weight_version
+        self.tower = tower_of(self.folder, self.decoder)
         self.adapters: dict[str, Adapter] = {}
         self.max_adapters = max_adapters
         self.max_total_tokens = max_total_tokens

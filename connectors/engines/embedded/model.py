@@ -17,6 +17,7 @@ from torch import Tensor
 
 from millrace.connectors.engines.embedded.adapters import NO_ADAPTERS, Adapter, RowAdapters
 from millrace.connectors.engines.embedded.delta_net import DeltaWeights, empty_memory
+from millrace.connectors.engines.embedded.seen_images import SeenImages
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
@@ -229,17 +230,43 @@ class Decoder:
         factor = scaling.table_factor if scaling else 1.0
         self.cos, self.sin = both.cos() * factor, both.sin() * factor
 
+    def see(self, sections: tuple[int, int, int], interleaved: bool) -> None:
+        """Let rotary positions have three axes: by which of them each pair of a head's dimensions turns."""
+        axes = torch.zeros(self.shape.rotary // 2, dtype=torch.long)
+        starts = (0, sections[0], sum(sections[:2]))
+        for axis, (start, count) in enumerate(zip(starts, sections, strict=True)):
+            if interleaved:
+                axes[axis : 3 * count : 3] = axis
+            else:
+                axes[start : start + count] = axis
+        self._axes = torch.cat([axes, axes])
+
+    def _turned(self, seen: Sequence[SeenImages | None], length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, 1, length, rotary] of texts, of which some have pictures."""
+        plain = torch.arange(length).expand(3, -1)
+        places = torch.stack([plain if one is None else one.at(length) for one in seen])
+        places = places[:, self._axes].transpose(1, 2)  # [B, length, rotary]
+        cos, sin = (
+            table.gather(0, places.flatten(0, 1)).view(places.shape)[:, None]
+            for table in (self.cos, self.sin)
+        )
+        return cos, sin
+
     @torch.inference_mode()
     def prefill(
-        self, tokens: Tensor, lengths: Tensor | None = None, adapters: Sequence[Adapter | None] = ()
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        adapters: Sequence[Adapter | None] = (),
+        seen: Sequence[SeenImages | None] = (),
     ) -> tuple[Tensor, list[Pair], Tensor]:
         """tokens [B, S] with S a multiple of PREFILL_SPAN -> final hidden states [B, S, H], what a Cache holds of them by layer, and
         the tokens' experts [B, S, layers with experts, k]. lengths: of the texts [B], with which tokens start; None: all are S.
-        adapters: of each of the B; by default none."""
+        adapters: of each of the B; by default none. seen: the pictures of each text, if one has some."""
         batch, length = tokens.shape
         rows = RowAdapters(adapters, each=length)
         assert length % PREFILL_SPAN == 0
-        cos, sin = self.cos[:length], self.sin[:length]
+        cos, sin = self._turned(seen, length) if any(seen) else (self.cos[:length], self.sin[:length])
         cached: list[Pair] = []
         ends = torch.full((batch,), length) if lengths is None else lengths
 
@@ -267,19 +294,35 @@ class Decoder:
             return out.transpose(1, 2).reshape(batch * length, -1)
 
         embedded = self.weights.embedding[tokens.reshape(-1)]
-        hidden, experts = self._layers(embedded, attend, remember, rows)
+        pictures = [(one.places + row * length, one.features) for row, one in enumerate(seen) if one]
+        for places, (features, *_) in pictures:
+            embedded[places] = features
+
+        def add(number: int, x: Tensor) -> Tensor:
+            for places, (_, *later) in pictures:
+                if number < len(later):
+                    x[places] += later[number]
+            return x
+
+        hidden, experts = self._layers(embedded, attend, remember, rows, add)
         return hidden.view(batch, length, -1), cached, experts.unflatten(0, (batch, length))
 
     @torch.inference_mode()
     def decode(
-        self, tokens: Tensor, positions: Tensor, cache: Cache, adapters: Sequence[Adapter | None] = ()
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        adapters: Sequence[Adapter | None] = (),
+        turns: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Next hidden states [M, H] of slots 0..M-1, and experts [M, layers with experts, k], given each slot's last token [M] and
-        its position [M]. adapters: of the first slots."""
+        its position [M]. adapters: of the first slots. turns: rotary positions [M], if a text with pictures has others."""
         count = len(tokens)
         assert count % ROWS == 0
         span = min(cache.capacity, rounded_up(int(positions.max()) + 1, SPAN))
-        cos, sin = self.cos[positions][:, None, None], self.sin[positions][:, None, None]
+        turns = positions if turns is None else turns
+        cos, sin = self.cos[turns][:, None, None], self.sin[turns][:, None, None]
         distances = (positions[:, None] - torch.arange(span))[:, None, None]
         slots = torch.arange(count)
 
@@ -310,8 +353,13 @@ class Decoder:
         """fp32 logits [M, V] of hidden states [M, H]."""
         return padded_linear(hidden, self.weights.head).float()
 
-    def _layers(self, x: Tensor, attend: Any, remember: Any, rows: RowAdapters) -> tuple[Tensor, Tensor]:
-        """Final hidden states [M, H], and the experts of each token [M, layers with experts, k], of embeddings [M, H]."""
+    def _layers(
+        self, x: Tensor, attend: Any, remember: Any, rows: RowAdapters, add: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Final hidden states [M, H], and the experts of each token [M, layers with experts, k], of embeddings [M, H].
+
+        add: called after each layer with its number and hidden states.
+        """
         s = self.shape
         routed = []
         for number, layer in enumerate(self.weights.layers):
@@ -334,6 +382,7 @@ class Decoder:
             if s.branch_norms:
                 fed = _norm(fed, layer["fed_norm"], s.eps)
             x = x + fed
+            x = add(number, x) if add else x
         experts = torch.stack(routed, dim=1) if routed else torch.zeros(len(x), 0, 0, dtype=torch.long)
         return _norm(x, self.weights.norm, s.eps), experts
 

@@ -20,6 +20,7 @@ from millrace.connectors.engines.embedded.chat import ChatRoute
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.model import ModelError
 from millrace.connectors.engines.embedded.sampling import DIGITS, LARGEST, RequestError, SamplingParams, whole
+from millrace.connectors.engines.embedded.seen_images import SeenImages
 from millrace.connectors.engines.embedded.slots import Request
 from millrace.connectors.engines.embedded.weight_routes import WeightRoutes
 from millrace.core.contracts.handles import CONTINUED
@@ -72,6 +73,7 @@ class Server:
         """One prompt or a batch; plain or streamed."""
         body = await read_json(http)
         prompts, single = self._prompts(body)
+        prompts, seen = await self._with_pictures(body, prompts, single)
         given = _continued(http)
         params = body.get("sampling_params")
         each = params if isinstance(params, list) else [params] * len(prompts)
@@ -98,7 +100,9 @@ class Server:
                 at = len(requests)
                 seed = self.engine.draw_seed() if p.sampling_seed is None else p.sampling_seed + copy
                 notify = _notifier(loop, queue, at, p.stream_interval if streams else 0)
-                requests.append(self._request(body, rids[at], asked, list(output), p, seed, notify))
+                request = self._request(body, rids[at], asked, list(output), p, seed, notify)
+                request.seen = seen
+                requests.append(request)
         many = not single or len(requests) > 1
         for request in requests:
             self.engine.submit(request)
@@ -153,6 +157,21 @@ class Server:
             prompt_logprobs_from=start if wanted else -1,
             routed_from=first if body.get("return_routed_experts") else -1,
         )
+
+    async def _with_pictures(
+        self, body: Mapping[str, Any], prompts: list[list[int]], single: bool
+    ) -> tuple[list[list[int]], SeenImages | None]:
+        """The prompts with all tokens of their pictures, which only a request of one prompt may have."""
+        data = body.get("image_data")
+        if data is None or data == []:
+            return prompts, None
+        tower = self.engine.tower
+        if tower is None:
+            raise RequestError("image_data: this model sees no pictures")
+        if not single:
+            raise RequestError("image_data: send prompts with pictures one by one")
+        prompt, seen = await self._call(lambda: tower.expanded(prompts[0], data))
+        return [prompt], seen
 
     def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
         ids, text = body.get("input_ids"), body.get("text")

@@ -27,6 +27,7 @@ from millrace.connectors.engines.embedded.model import (
     rounded_up,
 )
 from millrace.connectors.engines.embedded.sampling import SamplingParams, likeliest
+from millrace.connectors.engines.embedded.seen_images import SeenImages
 
 PREFIXES = 128  # prompts whose keys and values are cached
 
@@ -58,6 +59,7 @@ class Request:
     slot: int = -1
     finish: dict[str, Any] | None = None
     stopped_text: str | None = None  # the text before the stop string that ended the request
+    seen: SeenImages | None = None  # the pictures of the prompt
 
     @property
     def length(self) -> int:
@@ -77,10 +79,11 @@ class Request:
 
 
 class _Context(NamedTuple):
-    """Tokens whose keys and values are computed together; other adapters make others of the same tokens."""
+    """Tokens whose keys and values are computed together; other adapters and pictures make others of the same tokens."""
 
     adapter: Adapter | None
     tokens: tuple[int, ...]
+    seen: SeenImages | None
 
 
 @dataclass
@@ -116,7 +119,11 @@ class Slots:
         tokens[:count] = torch.tensor([r.output[-1] for r in self.running])
         positions[:count] = torch.tensor([r.length - 1 for r in self.running])
         adapters = [r.adapter for r in self.running]
-        hidden, experts = self._decoder.decode(tokens, positions, self.cache, adapters)
+        turned: dict[str, Tensor] = {}
+        if any(r.seen for r in self.running):
+            turned["turns"] = positions.clone()
+            turned["turns"][:count] -= torch.tensor([r.seen.behind if r.seen else 0 for r in self.running])
+        hidden, experts = self._decoder.decode(tokens, positions, self.cache, adapters, **turned)
         for request, row in zip(self.running, experts[:count], strict=True):
             if request.routed_from >= 0:
                 request.note_routed(row[None], request.length - 1)
@@ -182,7 +189,7 @@ class Slots:
 
     def _prefill(self, admitted: list[Request]) -> Tensor:
         """Fill slots for requests; returns the hidden state [n, H] that predicts each one's next token."""
-        contexts = [_Context(r.adapter, tuple(r.prompt + r.output)) for r in admitted]
+        contexts = [_Context(r.adapter, tuple(r.prompt + r.output), r.seen) for r in admitted]
         missing: dict[int, list[_Context]] = {}
         for context in dict.fromkeys(contexts):
             if context in self._prefixes:
@@ -218,7 +225,8 @@ class Slots:
             tokens[row, : len(context.tokens)] = torch.tensor(context.tokens)
         lengths = torch.tensor([len(context.tokens) for context in contexts])
         adapters = [context.adapter for context in contexts]
-        hidden, layers, experts = self._decoder.prefill(tokens, lengths, adapters)
+        seen = _told([context.seen for context in contexts])
+        hidden, layers, experts = self._decoder.prefill(tokens, lengths, adapters, **seen)
         found = {}
         for row, context in enumerate(contexts):
             n = len(context.tokens)
@@ -237,7 +245,8 @@ class Slots:
         span = rounded_up(len(request.prompt), PREFILL_SPAN)
         tokens = torch.zeros(1, span, dtype=torch.long)
         tokens[0, : len(request.prompt)] = torch.tensor(request.prompt)
-        hidden, _, _ = self._decoder.prefill(tokens, adapters=[request.adapter])
+        seen = _told([request.seen])
+        hidden, _, _ = self._decoder.prefill(tokens, adapters=[request.adapter], **seen)
         start = request.prompt_logprobs_from
         logprobs = self._decoder.logits(hidden[0, start : len(request.prompt)]).log_softmax(-1)
         for at in range(start, len(request.prompt)):
@@ -248,3 +257,8 @@ class Slots:
                 request.prompt_tops.append(
                     None if at == start else likeliest(logprobs[at - 1 - start], request.top_logprobs)
                 )
+
+
+def _told(seen: list[SeenImages | None]) -> dict[str, Any]:
+    """What a decoder is told of the pictures of texts; nothing if there are none."""
+    return {"seen": seen} if any(seen) else {}

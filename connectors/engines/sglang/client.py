@@ -53,6 +53,7 @@ class SglangClient(WatchedEngine, Connection):
         handoff = request.handoff
         body = {
             "input_ids": list(request.input_ids),
+            **_pictures(request),
             "sampling_params": params,
             "rid": request.rid,
             "return_logprob": True,
@@ -122,6 +123,7 @@ class SglangClient(WatchedEngine, Connection):
         """Parse an answer. version: of all its tokens; None: as the engine says. Raises EngineError if a log-probability is not finite, since no step may train on it, or if the experts
         that were asked for are missing or none of the model's."""
         meta = answer["meta_info"]
+        self._check_prompt(meta, request)
         reason = meta["finish_reason"] or {"type": "abort"}  # a part of an answer has no reason
         finish = reason["type"]
         if finish == "abort" and reason.get("status_code") not in ENDED_AS_ASKED:
@@ -151,6 +153,16 @@ class SglangClient(WatchedEngine, Connection):
             routed=self._routed(meta, request, len(tokens.ids)),
             retractions=meta.get("num_retractions", 0),
         )
+
+    def _check_prompt(self, meta: Mapping[str, Any], request: GenerateRequest) -> None:
+        """Raise EngineError if an engine took another number of tokens for a prompt with pictures than the trainer would."""
+        taken, meant = meta.get("prompt_tokens"), len(request.input_ids)
+        if request.images and taken not in (None, meant):
+            raise EngineError(
+                f"{self.engine_id}: it took {taken} tokens for a prompt with pictures that has {meant}",
+                where=f"request {without_sender(request.rid)}",
+                remedy="serve the very folder of model.path: preprocessor_config.json decides how many tokens a picture has",
+            )
 
     def _routed(self, meta: Mapping[str, Any], request: GenerateRequest, made: int) -> RoutedRows | None:
         asked = request.experts
@@ -260,6 +272,16 @@ class SglangClient(WatchedEngine, Connection):
 
     async def flush(self) -> None:
         await self.post("/flush_cache", {})
+
+
+def _pictures(request: GenerateRequest) -> dict[str, Any]:
+    """The fields of a prompt with pictures: one token stands for each, and the engine's processor makes them as many as it has."""
+    if request.images is None:
+        return {}
+    return {
+        "input_ids": request.images.compressed(request.input_ids),
+        "image_data": [image.data_url for image in request.images.images],
+    }
 
 
 def _asking(request: GenerateRequest) -> dict[str, Any]:

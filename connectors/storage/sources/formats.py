@@ -167,7 +167,10 @@ class _Reader:
     def _columns(self, schema: pa.Schema) -> list[str]:
         """The columns to read. Raises MissingColumnError without a prompt column, DataError if a name occurs twice."""
         source, names = self._source, schema.names
-        own = (source.tools_key, source.chat_template_kwargs_key, source.sampling_key, *source.extra_keys)
+        own = (
+            *(source.tools_key, source.chat_template_kwargs_key, source.sampling_key, source.images_key),
+            *source.extra_keys,
+        )
         keys = (source.prompt_key, source.label_key, source.metadata_key, *own)
         wanted = {column_of(key, names) for key in keys if key}
         columns = [column for column in names if column in wanted]

@@ -45,6 +45,10 @@ class PromptRows(Section):
         None,
         description="Column with the row's own `max_new_tokens`, `stop` and `stop_token_ids`, a mapping or its JSON text, instead of the values of `rollout.sampling`. The shorter length counts.",
     )
+    images_key: str | None = Field(
+        None,
+        description="Column with the row's pictures, one or a list: paths beside the data file, URLs, data URLs or bytes. Each takes the place of an `<image>` in the prompt. With it, messages may bring pictures as parts too. null: prompts are text.",
+    )
     label_from_prompt: bool = Field(
         False,
         description="Take the assistant's message off the end of a prompt as the reference answer, instead of `label_key`.",

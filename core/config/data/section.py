@@ -33,6 +33,11 @@ class Data(Section):
         ge=1,
         description="Longer prompts are quarantined; so are longer dialogues if `loss_on` trains dialogues. Tokens.",
     )
+    max_image_tokens: Annotated[int, fixed(EPOCHS)] = Field(
+        256,
+        ge=1,
+        description="Larger pictures are made smaller, to at most this many tokens; the model's own limit holds too. Tokens.",
+    )
     max_quarantined_share: Annotated[float, ANY_START] = Field(
         0.5,
         ge=0,

@@ -1,8 +1,8 @@
 """Chat messages in the forms that people write them, as the one form that templates read; and which of them are trained. Pure.
 
 A message has a role, its content as text, no empty keys, and calls with arguments as objects. Every message is normalised here:
-rows of all sources, observations of a session, requests of a client. Only `text_of` turns parts of a content into text. A message
-may carry a switch: `weight` (0 or 1), as OpenAI's format for fine-tuning has it, or `train` (true or false). Templates never
+rows of all sources, observations of a session, requests of a client. Only `text_of` turns parts of a content into text, and
+`content_of` where a row may have pictures. A message may carry a switch: `weight` (0 or 1), as OpenAI's format for fine-tuning has it, or `train` (true or false). Templates never
 see it.
 """
 
@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+from millrace.core.contracts.images import Content, RowImages, as_content
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SENDERS = {
@@ -23,6 +25,8 @@ SENDERS = {
 }
 TEXT_TYPES = ("text", "input_text", "output_text", "summary_text", "plain_text", "refusal")
 TEXT_KEYS = ("text", "content", "value", "refusal")  # keys under which a part holds text
+IMAGE_TYPES = ("image", "image_url", "input_image")
+IMAGE_KEYS = ("image", "image_url", "bytes", "url", "path")  # keys under which such a part brings its picture
 OF_TOOL_TEXT = {"type", "text", "annotations", "cache_control", "_meta"}  # keys of a part in a tool's answer
 MEDIA = re.compile(
     "image|picture|pixel|audio|speech|video|file|document|inline_?data|resource", re.IGNORECASE
@@ -50,6 +54,25 @@ def text_of(content: Any) -> str:
     raise NotTextError(f"it is {type(content).__name__}, not text or parts of text")
 
 
+def content_of(content: Any, images: RowImages) -> Content:
+    """A message's content as text, or as parts if it has pictures, which are taken from `images` or brought by the message.
+
+    Raises NotTextError naming the first part that is neither text nor a picture, ValueError for a wrong picture.
+    """
+    if isinstance(content, str):
+        return as_content(images.parts(content))
+    if not isinstance(content, list | tuple):
+        return text_of(content)
+    parts: list[dict[str, Any]] = []
+    for number, part in enumerate(content):
+        if isinstance(part, Mapping) and str(part.get("type", "")) in IMAGE_TYPES:
+            own = [part[key] for key in IMAGE_KEYS if part.get(key) is not None]
+            parts.append(images.part(*own[:1]))
+        else:
+            parts += images.parts(_text_of_part(number, part))
+    return as_content(parts)
+
+
 def _text_of_part(number: int, part: Any) -> str:
     if isinstance(part, str):
         return part
@@ -70,14 +93,23 @@ def _text_of_part(number: int, part: Any) -> str:
     return text
 
 
-def message_of(given: Mapping[str, Any]) -> dict[str, Any]:
+class NotJsonError(ValueError):
+    """Calls of tools are text that is not JSON."""
+
+
+def message_of(given: Mapping[str, Any], images: RowImages | None = None) -> dict[str, Any]:
     """A message with its content as text, and without empty keys, such as an empty list of calls.
 
-    Raises NotTextError, and ValueError for calls that are text and not JSON.
+    images: of its row; with them a content may have pictures. Raises NotTextError, NotJsonError for calls that are text and not
+    JSON, and ValueError for a wrong picture.
     """
-    held = {**given, "content": text_of(given.get("content"))}
+    content = given.get("content")
+    held = {**given, "content": text_of(content) if images is None else content_of(content, images)}
     if isinstance(held.get("tool_calls"), str):
-        held["tool_calls"] = json.loads(held["tool_calls"].strip() or "null")
+        try:
+            held["tool_calls"] = json.loads(held["tool_calls"].strip() or "null")
+        except ValueError as error:
+            raise NotJsonError(str(error)) from error
     return {str(key): value for key, value in held.items() if value not in (None, [], {})}
 
 

@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from millrace.core.contracts.ids import prompt_id
+from millrace.core.contracts.images import Given, RowImages, given_images, text_alone
+from millrace.core.contracts.images import named as with_names
 from millrace.core.contracts.rows.chat_options import (
     SAMPLING,
     TEMPLATE_KWARGS,
@@ -27,6 +29,7 @@ from millrace.core.contracts.rows.messages import (
     ROLES,
     SWITCHES,
     LossOn,
+    NotJsonError,
     NotTextError,
     from_sharegpt,
     from_text,
@@ -69,6 +72,8 @@ class Keys(Protocol):
     def label_from_prompt(self) -> bool: ...
     @property
     def loss_on(self) -> LossOn: ...
+    @property
+    def images_key(self) -> str | None: ...
 
 
 Prompt = str | list[dict[str, Any]]
@@ -76,7 +81,10 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A usable prompt: text or chat messages, with what the reward needs. All of it can be stored as JSON."""
+    """A usable prompt: text or chat messages, with what the reward needs. All of it but `images` can be stored as JSON.
+
+    images: as the row gives them, in the prompt's order. The prompt has their numbers until they are read, then their names.
+    """
 
     source: str
     row: int
@@ -84,6 +92,14 @@ class PromptRow:
     prompt: Prompt
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    images: tuple[Given, ...] = ()
+
+    def with_images(self, names: Sequence[str]) -> PromptRow:
+        """The row with the names of its pictures, on which its id depends, and without what they were read from."""
+        assert isinstance(self.prompt, list), "a text has no pictures"
+        prompt = with_names(self.prompt, names)
+        found = prompt_id(self.source, self.row, _encoder.encode(prompt))
+        return replace(self, prompt=prompt, prompt_id=found, images=())
 
 
 @dataclass(frozen=True)
@@ -213,7 +229,10 @@ def _repeated(pairs: Iterable[tuple[str, Any]]) -> list[str]:
 
 def _keys(keys: Keys) -> list[str]:
     """The keys of a row that are read."""
-    own = (keys.tools_key, keys.chat_template_kwargs_key, keys.sampling_key, *keys.extra_keys)
+    own = (
+        *(keys.tools_key, keys.chat_template_kwargs_key, keys.sampling_key, keys.images_key),
+        *keys.extra_keys,
+    )
     return [key for key in (keys.prompt_key, keys.label_key, keys.metadata_key, *own) if key]
 
 
@@ -221,12 +240,16 @@ def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Qu
     """Read a mapping of columns as a prompt."""
     given = value_at(values, keys.prompt_key, _ABSENT)
     if given is _ABSENT:
-        return refuse(keys, row, f"missing key: {keys.prompt_key}", _shown(values))
-    trained = keys.loss_on != "answer"
+        return refuse(keys, row, f"missing key: {keys.prompt_key}", _shown(values, keys))
+    trained, images = keys.loss_on != "answer", None
     try:
-        prompt, problem = _prompt(given, keys), None
+        if keys.images_key:
+            images = RowImages(given_images(value_at(values, keys.images_key)))
+        prompt, problem = _prompt(given, keys, images), None
         if trained:
             _check_trainable(prompt, keys.loss_on)
+        if images:
+            images.check_all_taken()
     except ValueError as error:
         prompt, problem = "", str(error)
     label = value_at(values, keys.label_key) if keys.label_key and not trained else None
@@ -247,9 +270,10 @@ def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Qu
         wrong = wrong or bad
     problem = problem or wrong or _not_storable({"prompt": prompt, "label": label, "metadata": metadata})
     if problem:
-        return refuse(keys, row, problem, _shown(values))
+        return refuse(keys, row, problem, _shown(values, keys))
     text = _encoder.encode(prompt)
-    return PromptRow(keys.name, row, prompt_id(keys.name, row, text), prompt, label, metadata)
+    found = tuple(images.found) if images else ()
+    return PromptRow(keys.name, row, prompt_id(keys.name, row, text), prompt, label, metadata, found)
 
 
 def value_at(values: Mapping[str, Any], key: str, absent: Any = None) -> Any:
@@ -300,7 +324,7 @@ def too_long(row: PromptRow, keys: Keys, length: int, limit: int) -> Quarantined
 def far_too_long(row: PromptRow, keys: Keys, limit: int) -> Quarantined | None:
     """A row whose prompt has more characters than `limit` tokens hold: tokenising it would take gigabytes. None for others."""
     prompt = row.prompt if isinstance(row.prompt, list) else [{"content": row.prompt}]
-    length = sum(len(message["content"]) for message in prompt)
+    length = sum(len(text_alone(message["content"])) for message in prompt)
     if length <= max(ALWAYS_TOKENISED, limit * CHARACTERS_A_TOKEN):
         return None
     reason = f"too long: {length} characters, data.max_prompt_tokens is {limit}"
@@ -312,7 +336,7 @@ def refuse(keys: Keys, row: int, reason: str, shown: str) -> Quarantined:
     return Quarantined(keys.name, row, whole(reason), whole(shown[:EXCERPT]))
 
 
-def _prompt(value: Any, keys: Keys) -> Prompt:
+def _prompt(value: Any, keys: Keys, images: RowImages | None) -> Prompt:
     """The prompt. Raises ValueError, with `kind of reason: details`, for a value that is no prompt."""
     trained = keys.loss_on != "answer"
     if isinstance(value, str):
@@ -322,21 +346,25 @@ def _prompt(value: Any, keys: Keys) -> Prompt:
             messages = from_text(value) if keys.chat or trained else None
         except ValueError as error:
             raise ValueError(f"wrong type: the prompt is text; {error}") from error
-        if messages is None:
+        if messages is None and images is None:
             return value
-        value = messages
+        value = messages or [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise ValueError(f"wrong type: the prompt is {_type(value)}, not text or a list of messages")
     read = [
-        _message(number, message)
+        _message(number, message, images)
         for number, message in enumerate(from_sharegpt(value, SWITCHES if trained else ()))
     ]
-    if not any(message["content"].strip() for message in read):
+    if not any(_has_content(message["content"]) for message in read):
         raise ValueError("empty prompt: no message has content")
     return with_read_arguments(read) if keys.tools_key is not None or trained else read
 
 
-def _message(number: int, given: Any) -> dict[str, Any]:
+def _has_content(content: Any) -> bool:
+    return isinstance(content, list) or bool(content.strip())
+
+
+def _message(number: int, given: Any, images: RowImages | None) -> dict[str, Any]:
     """A message of a prompt. Raises ValueError, with `kind of reason: details`."""
     place = f"bad message: number {number}"
     if not isinstance(given, Mapping):
@@ -347,10 +375,10 @@ def _message(number: int, given: Any) -> dict[str, Any]:
     if isinstance(content, int | float):
         raise ValueError(f"{place}: content is {_type(content)}")
     try:
-        message = message_of(given)
+        message = message_of(given, images)
     except NotTextError as error:
         raise ValueError(f"not text: message {number}: {error}") from error
-    except ValueError as error:
+    except NotJsonError as error:
         raise ValueError(f"{place}: its tool_calls are text that is not JSON") from error
     if content is None and "tool_calls" not in message:
         raise ValueError(f"{place}: content is null")
@@ -368,7 +396,7 @@ def _without_answer(prompt: Prompt) -> tuple[Prompt, str | None]:
     """A dialogue without the assistant's text that ends it, and that text."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
         return prompt, None
-    return prompt[:-1], prompt[-1]["content"] or None
+    return prompt[:-1], text_alone(prompt[-1]["content"]) or None
 
 
 def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:
@@ -422,5 +450,8 @@ def _type(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, keys: Keys | None = None) -> str:
+    """A row's content for reading; its pictures are left out."""
+    if keys and keys.images_key and isinstance(value, Mapping):
+        value = {name: item for name, item in value.items() if name != column_of(keys.images_key, value)}
     return json_text(value, default=str)

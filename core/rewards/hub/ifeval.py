@@ -8,6 +8,7 @@ IFBench reads rows of this form too.
 from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
+from millrace.core.contracts.images import text_alone
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks.protocols import RewardInput, RewardResult
 
@@ -40,7 +41,7 @@ def instructions_of(sample: RewardInput, known: Collection[str], benchmark: str)
             where="metadata.instruction_id_list of the row",
             remedy="correct the row, or leave it out",
         )
-    asked = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1].get("content")
+    asked = sample.prompt if isinstance(sample.prompt, str) else text_alone(sample.prompt[-1].get("content"))
     return Instructions(names, [each or {} for each in kwargs], asked)
 
 

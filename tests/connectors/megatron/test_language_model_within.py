@@ -20,6 +20,7 @@ from millrace.core.families.config_file import read_hf_config, resolved, undecla
 from tests.connectors.megatron.test_buckets import passed
 from tests.connectors.megatron.test_conversion import assert_same, convert
 from tests.connectors.megatron.test_kept_tensors import bytes_of
+from tests.support.tiny_vision import KINDS, build_tiny_vision
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
 
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "out_hidden_size": 32}
@@ -152,3 +153,29 @@ def test_what_is_another_model_is_refused(
     config["text_config"] |= inner
     with pytest.raises(ConfigError, match=f"config.json: {named}"):
         resolved({**config, **outer}, "test")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_sees_is_trained_on_text_and_keeps_its_tower(
+    workers: Workers, tmp_path: Path, kind: str
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    folder, rows = build_tiny_vision(tmp_path / "model", kind, hidden=32), samples(1)
+    url = write_batch(tmp_path / "batch", rows)
+    with workers.group(configuration(folder)) as group:
+        found = group.run(log_probabilities, url)[0]
+        group.train([1], url)
+        group.call("export", str(tmp_path / "out"), 1)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    for row in rows:
+        tokens = torch.tensor([row["tokens"]])
+        with torch.no_grad():
+            logprobs = model(input_ids=tokens).logits[0].log_softmax(-1)
+        length = row["response_length"]
+        expected = logprobs[-length - 1 : -1].gather(1, tokens[0, -length:, None])[:, 0]
+        assert found[row["sample_id"]] == pytest.approx(expected.tolist(), abs=1e-5)
+    before, after = bytes_of(folder), bytes_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    kept = {name for name in before if after[name].equal(before[name])}
+    assert kept == {name for name in before if "visual." in name}

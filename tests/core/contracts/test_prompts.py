@@ -38,6 +38,7 @@ class Columns:
     chat: bool = True
     label_from_prompt: bool = False
     loss_on: LossOn = "answer"
+    images_key: str | None = None
 
 
 KEYS = Columns()

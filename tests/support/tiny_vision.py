@@ -1,0 +1,120 @@
+"""Tiny random models that see pictures, with a tokenizer of one token a character and a picture's marks; and pictures to see."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from millrace.connectors.huggingface.tiny import CHARACTERS, SPECIAL
+
+MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+KINDS = ("qwen2_5_vl", "qwen3_vl")
+TOKENS = [*SPECIAL, *dict.fromkeys(CHARACTERS), *MARKS]
+VOCABULARY = 104
+assert len(TOKENS) <= VOCABULARY
+
+
+def mark(name: str) -> int:
+    """A mark's token id."""
+    return TOKENS.index(name)
+
+
+def build_tiny_vision(
+    folder: str | Path, kind: str, *, most: int = 16, seed: int = 0, hidden: int = 64
+) -> Path:
+    """Write a model, its processor's settings and its tokenizer; returns the folder. most: tokens of a picture."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    patch = 14 if kind == "qwen2_5_vl" else 16
+    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    text: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": hidden // 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": rotary if kind == "qwen2_5_vl" else {**rotary, "mrope_interleaved": True},
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    vision |= {"out_hidden_size": hidden, "patch_size": patch}
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
+    else:
+        text["head_dim"] = 16
+        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    marks = dict(zip(ids, map(mark, MARKS), strict=True))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **marks)
+        model = AutoModelForImageTextToText.from_config(config)
+        for name, weights in model.named_parameters():
+            # larger ones than the usual start, so that what is seen shows in what is said
+            if weights.ndim > 1:
+                weights.data.mul_(4 if "visual" in name else 2)
+    target = Path(folder)
+    model.save_pretrained(target)
+    build_tokenizer().save_pretrained(target)
+    side = 2 * patch
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": side**2, "longest_edge": most * side**2},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "patch_size": patch,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    (target / "preprocessor_config.json").write_text(json.dumps(settings))
+    return target
+
+
+def build_tokenizer() -> Any:
+    """One token a character, as the tiny text model has, and the marks after them."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: number for number, token in enumerate(TOKENS)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<system>", "<user>", "<assistant>", *MARKS],
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A picture of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """A picture as a file."""
+    data = io.BytesIO()
+    image.save(data, kind, **options)
+    return data.getvalue()
