@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import TRACES, RunFolder
 from millrace.core.config.pipeline import Pipeline
@@ -80,7 +79,7 @@ def run_listing(root: str, run: str, columns: Sequence[str] = ()) -> Listing:
         figures = [_measured(name, metrics) for name in shown.values()]
         rows.append([number, *figures, *(values.get(name) for name in sets)])
     columns = ["iteration", *shown, *(f"eval/{name}" for name in sets)]
-    return Listing(columns, rows, _facts(folder, record) | _peak(folder, committed))
+    return Listing(columns, rows, _facts(folder, record) | _peak(committed))
 
 
 def _chosen_figures(folder: RunFolder, record: dict[str, Any], patterns: Sequence[str]) -> Listing:
@@ -152,14 +151,12 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _peak(folder: RunFolder, committed: Sequence[Committed]) -> dict[str, str]:
+def _peak(committed: Sequence[Committed]) -> dict[str, str]:
     """Why no MFU is shown, if the run trained and no step has one."""
     trained = [item for item in committed if "train/grad_norm" in item.metrics]
     if not trained or any("train/mfu" in item.metrics for item in trained):
         return {}
-    files = IterationFiles(folder, trained[-1].iteration)
-    device = files.read_json("step.json")["steps"][-1]["settings"]["numerics"].get("device", "its device")
-    return {"MFU": f"not computed: what {device} can compute at most in the weights' type is not known"}
+    return {"MFU": "not computed: on a CPU, and on a GPU that is not listed, the peak is not known"}
 
 
 def _pipeline(settings: Mapping[str, Any]) -> str:

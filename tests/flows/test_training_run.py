@@ -141,6 +141,15 @@ def test_one_iteration_has_traces_of_ranks_and_engines(whole: Path) -> None:
     assert run_listing(str(whole.parent), "a").facts["traces"] == "of iterations 2"
 
 
+def test_show_has_tokens_a_second_by_phase_and_says_why_it_has_no_mfu(whole: Path) -> None:
+    shown = run_listing(str(whole.parent), "a")
+    assert shown.facts["MFU"].startswith("not computed: on a CPU")
+    titles = ("tokens/s", "scored/s", "trained/s")
+    assert {"MFU", "GPU busy"}.isdisjoint(shown.columns)
+    for row in shown.rows[1:]:
+        assert all(row[shown.columns.index(title)] > 0 for title in titles)
+
+
 def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: Path) -> None:
     runs = workplace.ask("/flow_runs/filter", {"flow_runs": {"name": {"like_": "a, iteration "}}})
     assert {run["name"] for run in runs if run["state_type"] == "COMPLETED"} >= {
