@@ -249,7 +249,7 @@ def scored_group(number: int) -> ScoredGroup:
 
 def packer() -> Callable[[tuple[Store, str]], None]:
     """Lays every row of the batch in the packs of one rank. torch is loaded here: the driver of a run has none."""
-    from millrace.connectors.trainers.megatron.packing import make_pack, read_rows
+    from millrace.connectors.trainers.packing import make_pack, read_rows
 
     def lay(place: tuple[Store, str]) -> None:
         rows = read_rows(place[0].read_table(place[1], "batch"))

@@ -187,15 +187,15 @@ class Trainer:
     def _compare(self, url: str) -> dict[str, Any]:
         import torch
 
-        from millrace.connectors.trainers.megatron.comparison import Comparison
-        from millrace.connectors.trainers.megatron.packing import make_packs
-        from millrace.connectors.trainers.megatron.policy_step import logprob_gap
+        from millrace.connectors.trainers.comparison import Comparison
+        from millrace.connectors.trainers.packing import make_packs
+        from millrace.connectors.trainers.policy_step import logprob_gap
         from millrace.core.errors import RefusedStepError
         from millrace.core.logprob_gap import LogprobGuard
 
         learner, rows = self.rank.learner, self.rank._read(url)
         self.rank._rows = None
-        packs = make_packs(rows, learner.config, learner.architecture, learner.device)
+        packs = make_packs(rows, learner.config, learner.architecture, learner.device, learner.place)
         ours = learner.passes.logprobs(packs)
         theirs = torch.cat([torch.tensor(row.rollout_logprobs) for pack in packs for row in pack.rows])
         sums = logprob_gap(ours, theirs, torch.ones_like(theirs))

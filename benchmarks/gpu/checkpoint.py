@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.gpu.shapes import command_line, device_name, model_folder, versions
 from benchmarks.gpu.trainer import Millrace, lengths_of, timed
-from millrace.connectors.trainers.megatron.checkpoint.background import FILES
+from millrace.connectors.trainers.checkpoint.background import FILES
 
 MIB = 2**20
 

@@ -41,7 +41,7 @@ from benchmarks.whole_runs.iteration_overhead import iteration_split
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.trainers.megatron.checkpoint.background import FILES
+from millrace.connectors.trainers.checkpoint.background import FILES
 from tests.support.ctrl_c import heed_ctrl_c
 
 SAMPLE_S = 0.1

@@ -91,7 +91,7 @@ def _pack(rank: Any, lengths: list[int]) -> Any:
     """A pack of random tokens, whose responses are a token each."""
     import numpy as np
 
-    from millrace.connectors.trainers.megatron.packing import BatchRow, make_pack
+    from millrace.connectors.trainers.packing import BatchRow, make_pack
 
     draw, one = np.random.default_rng(0), np.ones(1, np.int64)
     rows = [
@@ -102,11 +102,13 @@ def _pack(rank: Any, lengths: list[int]) -> Any:
 
 
 def _hidden(rank: Any, pack: Any) -> Any:
+    from millrace.connectors.trainers.megatron.model.attention import PackBounds
+
     return rank.learner.policy.models[0](
         input_ids=pack.input_ids,
         position_ids=pack.position_ids,
         attention_mask=None,
-        packed_seq_params=pack.params,
+        packed_seq_params=PackBounds.of(pack),
         fp32_output=False,
     )
 
@@ -230,7 +232,7 @@ def _head(rank: Any, hidden: Any, places: Any, pack: Any, time: Callable[..., No
     import torch
     from megatron.core import parallel_state as mpu
 
-    from millrace.connectors.trainers.megatron.model.logprobs import token_logprobs
+    from millrace.connectors.trainers.ops.logprobs import token_logprobs
 
     passes = rank.learner.passes
     weight = passes.inner.last.output_layer.weight

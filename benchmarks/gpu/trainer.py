@@ -1,13 +1,13 @@
 """The Megatron trainer's step on one GPU beside Hugging Face with torch's fused AdamW: tokens/s, MFU and a profile.
 
     python -m benchmarks.gpu.trainer [--shape 0.6b] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
-                                     [--sides millrace huggingface] [--recompute none] [--profile 2048] [--out FILE]
+                                     [--sides millrace fsdp huggingface] [--recompute none] [--profile 2048] [--out FILE]
     python -m benchmarks.gpu.trainer --shape 30b-a3b-4
     python -m benchmarks.gpu.trainer --shape 1.7b --offload 0,0.5,1
 
 Both make the same GRPO step (clipped ratio, gradient clipping at 1, AdamW) on the same random tokens with random bf16
 weights of the named Qwen3 shape. millrace: TrainerRank.train as a run calls it, batch file and metrics included, fp32 main
-weights, gradients and moments. Hugging Face: sdpa attention on [samples, length], no padding, no checkpointing, logits of
+weights, gradients and moments. fsdp: the same of FsdpRank. Hugging Face: sdpa attention on [samples, length], no padding, no checkpointing, logits of
 the response tokens at once, everything in bf16, AdamW's moments too: less work than ours, and the fastest way it has.
 MFU counts 6 operations a weight and token (output layer: response tokens only) and causal attention, over 989 TFLOP/s.
 Each figure is the median of the steps after two that warm up, the device's queue emptied before each reading of the clock.
@@ -104,13 +104,14 @@ class Millrace:
         recompute: str,
         *,
         saves: bool = False,
+        kind: str = "megatron",
         **optimizer: Any,
     ) -> None:
         """saves: whether checkpoints will be written in the background, for which the rank takes memory at its start.
 
         optimizer: fields of trainer.optimizer.
         """
-        from millrace.connectors.trainers.megatron.rank import TrainerRank
+        from millrace.connectors.trainers.chosen import KINDS as TRAINERS
         from millrace.core.config import RunConfig
 
         self.scratch, self.version = scratch, 0
@@ -120,6 +121,7 @@ class Millrace:
                 "model": {"path": str(model), "dtype": "bfloat16"},
                 "data": {"sources": [{"path": "none"}]},
                 "trainer": {
+                    "kind": kind,
                     "device": "cuda",
                     "max_pack_tokens": tokens,
                     "recompute": recompute,
@@ -129,7 +131,7 @@ class Millrace:
                 "checkpoint": {"background": saves},
             }
         )
-        self.rank = TrainerRank(config.model_dump(mode="json"), 0, 1)
+        self.rank = TRAINERS[kind](config.model_dump(mode="json"), 0, 1)
         self.rank.setup(self.rank.address())
 
     def prepare(self, rows: list[dict[str, Any]]) -> str:
@@ -361,12 +363,19 @@ def main() -> None:
             report["offload"] = fractions(options, Path(scratch))
         if "huggingface" not in options.sides:
             del hf_model
-        for name in sorted(options.sides):  # Hugging Face first: its model is on the GPU already
+        # Hugging Face first: its model is on the GPU already
+        for name in sorted(options.sides, key=lambda side: (side != "huggingface", side)):
             started = time.perf_counter()
             side: Any = (
                 HuggingFace(hf_model)
                 if name == "huggingface"
-                else Millrace(Path(scratch) / "model", Path(scratch), options.tokens, options.recompute)
+                else Millrace(
+                    Path(scratch) / "model",
+                    Path(scratch),
+                    options.tokens,
+                    options.recompute,
+                    kind="fsdp" if name == "fsdp" else "megatron",
+                )
             )
             print(f"{name} ready in {time.perf_counter() - started:.1f} s", flush=True)
             number = 1
@@ -380,7 +389,7 @@ def main() -> None:
                 except torch.cuda.OutOfMemoryError as error:
                     print(name, length, "out of memory:", str(error)[:200], flush=True)
                     report["results"].append({"side": name, "length": length, "error": "out of memory"})
-                    if name == "millrace":
+                    if name != "huggingface":
                         break
                 number += options.steps + WARM_UP
                 if length in options.profile:

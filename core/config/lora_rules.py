@@ -17,9 +17,9 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     lora = config.trainer.lora
     if lora is None:
         return
-    if config.trainer.rank is not None:
-        reason = "it is for megatron-core's trainer, and trainer.rank names yours"
-        yield config.problem("trainer.lora", reason, "remove it, or trainer.rank")
+    if not config.trainer.by_megatron:
+        reason, remedy = config.trainer.not_megatron
+        yield config.problem("trainer.lora", reason, remedy)
     if _pattern(lora.targets) is None:
         yield config.problem(TARGETS, "it is no regular expression", f"write one such as {USUAL}")
     if config.algorithm.reference is not None:

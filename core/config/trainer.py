@@ -92,10 +92,15 @@ class Lora(Section):
 
 
 class Trainer(Section):
-    """The trainer: megatron-core's, or yours."""
+    """The trainer: megatron-core's, FSDP's, or yours."""
 
     model_config = EMPTY_IN_FORMS
 
+    kind: Annotated[Literal["megatron", "fsdp"], fixed("checkpoints are in its form")] = Field(
+        "megatron",
+        description="megatron: megatron-core, for the families of [models](models.md). fsdp: PyTorch's FSDP2 on Hugging Face's model of "
+        "the folder, for any causal language model that transformers has.",
+    )
     rank: Annotated[str | None, fixed("checkpoints are in its form")] = Field(
         None,
         pattern=CLASS,
@@ -166,3 +171,14 @@ class Trainer(Section):
         {},
         description="Fields of its DistributedDataParallelConfig: [supported fields](#trainermegatron_ddp).",
     )
+
+    @property
+    def by_megatron(self) -> bool:
+        """Whether megatron-core's trainer is the run's."""
+        return self.kind == "megatron" and self.rank is None
+
+    @property
+    def not_megatron(self) -> tuple[str, str]:
+        """Why a setting of megatron-core's trainer has no effect, and the remedy."""
+        field, whose = ("trainer.rank", "yours") if self.rank else ("trainer.kind", "FSDP's")
+        return f"it is for megatron-core's trainer, and {field} names {whose}", f"remove it, or {field}"

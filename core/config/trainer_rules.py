@@ -18,11 +18,13 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "algorithm.loss=sft draws its rows again once all were drawn",
             "set it to 1, and raise run.iterations",
         )
-    if config.trainer.rank is None:
+    if config.trainer.by_megatron:
         yield from layout_problems(config)
         yield from megatron_options.problems(config)
     else:
         yield from _of_megatron(config)
+    if config.trainer.kind == "fsdp":
+        yield from _of_fsdp(config)
     yield from lora_rules.problems(config)
     yield from _pack(config)
     yield from _optimizer(config)
@@ -77,21 +79,44 @@ def layout_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _of_megatron(config: RunConfig) -> Iterator[Problem]:
-    """Settings of megatron-core's trainer, which your own does not read."""
+    """Settings of megatron-core's trainer, which another does not read."""
+    reason, remedy = config.trainer.not_megatron
     parallel, usual = config.trainer.parallel, Parallel()
     for name in Parallel.model_fields:
         if getattr(parallel, name) != getattr(usual, name):
-            yield _of_another(f"trainer.parallel.{name}", getattr(parallel, name))
+            yield Problem(f"trainer.parallel.{name}", getattr(parallel, name), reason, remedy)
     if config.trainer.optimizer.offload:
-        yield _of_another("trainer.optimizer.offload", config.trainer.optimizer.offload)
+        yield Problem("trainer.optimizer.offload", config.trainer.optimizer.offload, reason, remedy)
     for section in ("megatron", "megatron_optimizer", "megatron_ddp"):
         for name, value in getattr(config.trainer, section).items():
-            yield _of_another(f"trainer.{section}.{name}", value)
+            yield Problem(f"trainer.{section}.{name}", value, reason, remedy)
 
 
-def _of_another(field: str, value: object) -> Problem:
-    reason = "it is for megatron-core's trainer, and trainer.rank names yours"
-    return Problem(field, value, reason, "remove it, or trainer.rank")
+def _of_fsdp(config: RunConfig) -> Iterator[Problem]:
+    """What FSDP's trainer does not do."""
+    t = config.trainer
+    if t.rank is not None:
+        yield config.problem(
+            "trainer.rank", "it names your trainer, and trainer.kind another", "remove one of them"
+        )
+    if t.recompute == "selective":
+        yield config.problem(
+            "trainer.recompute",
+            "with trainer.kind=fsdp layers are computed again whole",
+            "set it to none or full",
+        )
+    if not t.optimizer.distributed:
+        yield config.problem(
+            "trainer.optimizer.distributed",
+            "trainer.kind=fsdp always cuts the optimizer's state",
+            "set it to true",
+        )
+    if config.algorithm.critic is not None:
+        yield config.problem(
+            "algorithm.advantage.kind",
+            "trainer.kind=fsdp trains no critic",
+            "take an estimator without one, or trainer.kind=megatron",
+        )
 
 
 def _pack(config: RunConfig) -> Iterator[Problem]:

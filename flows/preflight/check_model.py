@@ -33,6 +33,7 @@ from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.presets import PRESETS
 from millrace.core.families.tensors import is_quantised, weight_tensors
 from millrace.core.families.tokenizer_file import engine_ends
+from millrace.core.families.unknown import UnknownModel, read_unknown, shape_of
 from millrace.flows.driver.named_model import DType, model_here, of_new_run, stored_as
 
 CRITIC = "algorithm.advantage.critic.path"
@@ -45,6 +46,9 @@ class ReadModel:
     """The parts of the model that could be read; a part that could not is None."""
 
     shape: Architecture | None = None
+    unknown: UnknownModel | None = (
+        None  # the model instead, if trainer.kind=fsdp trains a family that core.families does not know
+    )
     tokenizer: Any = None
     template: ChatTemplate | None = None
     tools: list[dict[str, Any]] = field(
@@ -75,7 +79,10 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
         except StorageError:
             return  # the problem belongs to storage.root, which has its own check
         found.here, found.whole, path = config, whole, config.model.path
-    shape = yield from _folder("model.path", path, whole)
+    if config.trainer.kind == "fsdp" and (yield from _is_unknown(config, path, found)):
+        shape = None
+    else:
+        shape = yield from _folder("model.path", path, whole)
     if shape:
         found.shape, found.stored = shape, stored_as(path)
         yield from _sizes(config, shape)
@@ -97,6 +104,26 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
     for field, folder in beside.items():
         if folder and not (may_be_made and not os.path.exists(Path(folder) / "config.json")):
             yield from _beside(config, field, folder, shape)
+
+
+def _is_unknown(config: RunConfig, path: str, found: ReadModel) -> Generator[Problem, None, bool]:
+    """Whether core.families does not know the folder's family, with what is then checked of it."""
+    try:
+        if not os.path.isdir(path) or shape_of(path) is not None:
+            return False
+        found.unknown = read_unknown(path)
+    except ConfigError as error:
+        yield Problem("model.path", path, error.reason, error.remedy or GET)
+        return True
+    found.stored = stored_as(path)
+    try:
+        found.dtype = of_new_run(config)
+    except ConfigError as error:
+        if config.model.dtype == "auto":
+            yield Problem(error.where, "auto", error.reason, error.remedy)
+    yield from _positions(config, found.unknown, "model")
+    yield from _token_ids(config, found.unknown, "model")
+    return True
 
 
 def _quantised(config: RunConfig, path: str) -> Iterator[Problem]:
@@ -168,7 +195,7 @@ def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iter
     yield from _token_ids(config, shape, whose)
 
 
-def _token_ids(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+def _token_ids(config: RunConfig, shape: Architecture | UnknownModel, whose: str) -> Iterator[Problem]:
     for place, sampling in config.samplings:
         for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
             outside = [token for token in ids if token >= shape.vocab]
@@ -181,7 +208,7 @@ def _token_ids(config: RunConfig, shape: Architecture, whose: str) -> Iterator[P
                 )
 
 
-def _positions(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+def _positions(config: RunConfig, shape: Architecture | UnknownModel, whose: str) -> Iterator[Problem]:
     prompt = config.data.max_prompt_tokens
     for name, tokens in config.response_budgets.items():
         if prompt + tokens > shape.positions:

@@ -17,7 +17,7 @@ HEAD = ("tp", "pp", "cp", "ep", "dp", "recompute", *PARTS, "others", "all")
 def proposed(found: Checked, gpus: int, memory_gib: float | None) -> list[str]:
     """The table for a configuration's model; empty without its sizes, or if megatron-core's trainer does not train it."""
     trainer, shape = found.config.trainer, found.model.shape
-    if shape is None or trainer.rank or found.config.pipeline.rollouts_only:
+    if shape is None or not trainer.by_megatron or found.config.pipeline.rollouts_only:
         return []
     # `auto` as on GPUs, although this host may have none
     config = found.config.with_dtype("float32" if found.model.stored == "float32" else "bfloat16")

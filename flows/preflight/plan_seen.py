@@ -223,6 +223,17 @@ def answer(found: Checked) -> Iterator[Line]:
         yield "an answer ends", text
 
 
+def unverified(found: Checked) -> Iterator[Line]:
+    """What is not checked of a model whose family is not known here."""
+    model = found.model.unknown
+    if model is not None:
+        yield (
+            "not verified",
+            f"the family {model.family} is not one of docs/models.md: its memory, whether its files are whole, whether SGLang serves it "
+            "and takes its weights. The first step compares engine and trainer",
+        )
+
+
 def session(found: Checked) -> Iterator[Line]:
     """How a rollout of several turns continues."""
     settings = found.config.rollout.session

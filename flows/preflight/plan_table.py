@@ -20,7 +20,9 @@ def plan_text(plan: Plan, found: Checked, width: int | None) -> str:
     title = f"run {plan.run}"
     if plan.parameters:
         title += f": {plan.parameters / 1e6:,.1f} M parameters"
-    missing = [] if plan.parameters else ["The model is made by run.prepare; its memory is not known yet."]
+    missing = []
+    if not plan.parameters and found.model.unknown is None:
+        missing = ["The model is made by run.prepare; its memory is not known yet."]
     return "\n".join([title, *(_laid_out(name, text, indent, width) for name, text in lines), *missing])
 
 
@@ -36,6 +38,7 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
     yield plan_seen.run_in_storage(found.config, found.run)
     yield from plan_seen.run_folder(found)
     yield from plan_seen.weights(found)
+    yield from plan_seen.unverified(found)
     yield from learning(found.config)
     yield from plan_seen.data(found)
     yield from plan_seen.prompt(found)

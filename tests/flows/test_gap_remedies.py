@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.trainers.megatron import refusals
+from millrace.connectors.trainers import refusals
 from millrace.core import logprob_gap
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config

@@ -303,7 +303,7 @@ def test_the_index_of_a_models_weights_names_files_beside_it(tmp_path: Path, bad
 # The modules that read entries of files from what is stored; each is a reader above, or has its entries from one.
 READ_ENTRIES = {
     "connectors/trainers/megatron/conversion/sources.py": "convert, of a checkpoint",
-    "connectors/trainers/megatron/checkpoint/trainer_state.py": "train, of a checkpoint",
+    "connectors/trainers/checkpoint/trainer_state.py": "train, of a checkpoint",
     "connectors/storage/checkpoint_files.py": "branch, of a checkpoint",
     "connectors/storage/iteration_files.py": "train, of an open iteration",
     "flows/commands/named_files.py": "verify, of an export",

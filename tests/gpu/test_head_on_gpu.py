@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 import transformers  # noqa: E402
 
-from millrace.connectors.trainers.megatron.model import logprobs
+from millrace.connectors.trainers.ops import logprobs
 from tests.support import head_checks  # noqa: E402
 from tests.support.distances import distance  # noqa: E402
 

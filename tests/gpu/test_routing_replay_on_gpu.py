@@ -157,8 +157,8 @@ def served(each: Side) -> list[tuple[list[int], Generation]]:
 
 def trained(each: Side, samples: list[tuple[list[int], Generation]], folder: Path) -> dict[str, float]:
     """The mean difference of engine and trainer, with the trainer's routing and, for a mixture, with replay; and a step's figures."""
-    from millrace.connectors.trainers.megatron.packing import make_packs
     from millrace.connectors.trainers.megatron.rank import TrainerRank
+    from millrace.connectors.trainers.packing import make_packs
 
     rows = []
     for number, (prompt, made) in enumerate(samples):
@@ -175,7 +175,7 @@ def trained(each: Side, samples: list[tuple[list[int], Generation]], folder: Pat
     try:
         passes, learner = rank.learner.passes, rank.learner
         with rank._working("score"), passes.own_routing():
-            packs = make_packs(rank._read(url), rank.config, learner.architecture, rank.device)
+            packs = make_packs(rank._read(url), rank.config, learner.architecture, rank.device, learner.place)
             ours = passes.logprobs(packs)
             engine = np.concatenate([row.rollout_logprobs for pack in packs for row in pack.rows])
             gaps = (ours.double().cpu() - torch.from_numpy(engine).double()).abs()

@@ -66,7 +66,7 @@ OTHER_CONNECTOR = {
     "relative": "from ...engines.sglang import client",
 }
 ALLOWED_IMPORT = {
-    "its own modules": "from millrace.connectors.trainers.megatron import learner",
+    "its own modules": "from millrace.connectors.trainers import learner",
     "storage": "from millrace.connectors.storage.store import Store",
     "core": "from millrace.core import ledger",
 }
@@ -80,7 +80,7 @@ CONNECTOR_FILES = {
         "storage/__init__",
         "storage/store",
     )
-} | {"connectors/trainers/megatron/learner.py": "", "core/accounts/ledger.py": ""}
+} | {"connectors/trainers/learner.py": "", "core/accounts/ledger.py": ""}
 
 
 @pytest.mark.parametrize("case", CYCLES)

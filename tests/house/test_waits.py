@@ -47,15 +47,15 @@ ROWS = {
     "connectors/engines/embedded/weight_routes.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
     "connectors/host/gpu_busy.py": {"time.sleep": BACKGROUND},
     "connectors/host/process_identity.py": {"time.sleep": COUNTED},
-    "connectors/trainers/megatron/checkpoint/background.py": {
+    "connectors/trainers/checkpoint/background.py": {
         "self._thread.join": "it follows the writer, and ends it where that writes nothing",
         "waiting.communicate": "of a process that was killed a line above, before it had a task",
     },
-    "connectors/trainers/megatron/checkpoint/folders.py": {"dist.barrier": RANKS},
-    "connectors/trainers/megatron/checkpoint/host_copy.py": {"self._preparing.join": RANKS},
+    "connectors/trainers/checkpoint/folders.py": {"dist.barrier": RANKS},
+    "connectors/trainers/checkpoint/host_copy.py": {"self._preparing.join": RANKS},
     "connectors/trainers/megatron/optim/parameter_state.py": {"work.wait": RANKS},
-    "connectors/trainers/megatron/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
-    "connectors/trainers/megatron/weights/export_folder.py": {"dist.barrier": RANKS},
+    "connectors/trainers/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
+    "connectors/trainers/weights/export_folder.py": {"dist.barrier": RANKS},
     "connectors/mlflow/tracker.py": {"time.sleep": COUNTED},
     "connectors/prefect/app.py": {
         "asyncio.sleep": COUNTED,

@@ -216,7 +216,7 @@ class BigramRank:
         return cast(BroadcastGroup, self._group.description) if self._group else None
 
     def open_broadcast(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
-        from millrace.connectors.trainers.megatron.weights.engine_group import EngineGroup
+        from millrace.connectors.trainers.weights.engine_group import EngineGroup
 
         self.close_broadcast()
         self._group = EngineGroup(name, members, loopback=loopback, gpu=False)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from millrace.connectors.storage.parts import write_part
-from millrace.connectors.trainers.megatron.chunks import hash_of
-from millrace.connectors.trainers.megatron.packing import cut_into, read_rows
+from millrace.connectors.trainers.chunks import hash_of
+from millrace.connectors.trainers.packing import cut_into, read_rows
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import GeneratedSample, ScoredSample

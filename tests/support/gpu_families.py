@@ -18,7 +18,7 @@ from torch import Tensor
 
 from examples.plain_rl import adamw, clipped_step, grpo_loss, response_logprobs
 from millrace.connectors.huggingface.tiny import build_tokenizer
-from millrace.connectors.trainers.megatron.packing import make_packs
+from millrace.connectors.trainers.packing import make_packs
 from millrace.core.contracts.task_records import StepRequest
 from millrace.core.families.decoder import EXPERT_COUNTS
 from tests.support import trainer_ranks
@@ -217,7 +217,9 @@ def trainer_logprobs(rank: Any, url: str, wider: bool) -> dict[str, Tensor]:
     wider: computed in the next wider type than the weights'.
     """
     with rank._working("score"):
-        packs = make_packs(rank._read(url), rank.config, rank.learner.architecture, rank.device)
+        packs = make_packs(
+            rank._read(url), rank.config, rank.learner.architecture, rank.device, rank.learner.place
+        )
         passes = rank.learner.passes
         values = (passes.wider_logprobs if wider else passes.logprobs)(packs)
     if values is None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.model import logprobs
+from millrace.connectors.trainers.ops import logprobs
 from tests.support.distances import distance
 
 # (tokens that count, rows with padding): just above one block, a share of eight ranks, and the whole of Qwen3's

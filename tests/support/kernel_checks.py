@@ -1,4 +1,4 @@
-"""Checks of millrace.connectors.trainers.megatron.model.kernels on random inputs, for a device with Triton: python kernel_checks.py cpu|cuda.
+"""Checks of millrace.connectors.trainers.ops.kernels on random inputs, for a device with Triton: python kernel_checks.py cpu|cuda.
 
 Each compares a kernel's values and gradients with the definition's in float64.
 """

@@ -6,12 +6,14 @@ import os
 import sys
 import warnings
 
+from millrace.connectors.trainers.fsdp.rank import FsdpRank
 from millrace.connectors.trainers.megatron.rank import TrainerRank
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 warnings.simplefilter("ignore")
 TrainerRank({}, 0, 1).prepare()
+FsdpRank({}, 0, 1).prepare()
 PREPARED = frozenset(sys.modules)
 
 import pandas  # noqa: E402, F401 pyarrow loads it when a rank reads its first batch

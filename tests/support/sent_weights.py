@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from millrace.connectors.trainers.megatron.weights.engine_group import EngineGroup
+from millrace.connectors.trainers.weights.engine_group import EngineGroup
 from millrace.core.contracts.handles import BroadcastGroup
 from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 from tests.support.asked_here import AskedHere

@@ -119,11 +119,13 @@ def log_probabilities(rank: Any, batch_url: str) -> dict[str, list[float]]:
     """Log-probabilities of every sample's response tokens under a rank's weights; from rank 0, {} elsewhere."""
     import torch.distributed as dist
 
-    from millrace.connectors.trainers.megatron.packing import make_packs
+    from millrace.connectors.trainers.packing import make_packs
 
     learner = rank.learner
     with rank._working("score"):
-        packs = make_packs(rank._read(batch_url), rank.config, learner.architecture, rank.device)
+        packs = make_packs(
+            rank._read(batch_url), rank.config, learner.architecture, rank.device, learner.place
+        )
         values = learner.passes.logprobs(packs)
     scored: dict[str, list[float]] = {}
     if values is not None:
@@ -256,7 +258,7 @@ class GpuWorkers(Workers):
 def _serve(pipe: Any, number: int) -> None:
     import tests.support.rank_imports  # noqa: F401 done already, where this process was forked
     from millrace.connectors.trainers.chosen import make_rank
-    from millrace.connectors.trainers.megatron.rank import TrainerRank
+    from millrace.connectors.trainers.learner_rank import LearnerRank
 
     rank: Any = None
     while True:
@@ -277,7 +279,7 @@ def _serve(pipe: Any, number: int) -> None:
             elif kind == "run":
                 value = what(rank, *args)
             else:
-                if isinstance(rank, TrainerRank):
+                if isinstance(rank, LearnerRank):
                     rank.shutdown()
                 rank = None
             pipe.send((True, value))

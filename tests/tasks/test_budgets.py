@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.trainers.megatron.refusals import refuse_gap
+from millrace.connectors.trainers.refusals import refuse_gap
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.contracts.failures import Failures, RestartBudget
@@ -104,7 +104,7 @@ ONE_CAUSE = {  # what has one cause each time, and where the message is that nam
     "run.progress_timeout_s": "core/waits.py",
     "engines.start_timeout_s": "connectors/engines/process.py",
     "placement.wait_s": "connectors/ray/placement.py",
-    "sync.max_logprob_gap": "connectors/trainers/megatron/refusals.py",
+    "sync.max_logprob_gap": "connectors/trainers/refusals.py",
     "sync.max_prompt_gap": "tasks/weight_check.py",
 }
 

@@ -10,8 +10,8 @@ import pytest
 
 from millrace.connectors.storage.run_folder import EAGER
 from millrace.connectors.storage.store import Store
-from millrace.connectors.trainers.megatron.chunks import hash_of
-from millrace.connectors.trainers.megatron.packing import read_rows
+from millrace.connectors.trainers.chunks import hash_of
+from millrace.connectors.trainers.packing import read_rows
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import StepRequest
 from millrace.tasks.train_step import train_step

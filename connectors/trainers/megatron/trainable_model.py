@@ -3,6 +3,7 @@
 Owns the order of an optimizer step: all checks that may refuse it come before any change. Knows nothing of losses.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from millrace.connectors.trainers.megatron.model.grouped_experts import pack_wei
 from millrace.connectors.trainers.megatron.model.policy_model import PolicyModel, RankModel, build_model
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.connectors.trainers.megatron.optim.host_adamw import HostAdamW
-from millrace.connectors.trainers.megatron.optim.optimizer import make_optimizer, make_schedule, wrap
+from millrace.connectors.trainers.megatron.optim.optimizer import (
+    accumulating,
+    make_optimizer,
+    make_schedule,
+    wrap,
+)
 from millrace.connectors.trainers.megatron.optim.parameter_state import (
     bytes_of_optimizer,
     load_optimizer,
@@ -103,6 +109,10 @@ class TrainableModel:
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which backward passes add to this rank's gradients; the step's last passes reduce them over ranks."""
+        return accumulating(self.models)
 
     def divide_gradient(self, denominator: float) -> None:
         """Divide the gradients, which are summed over ranks, before they are measured."""

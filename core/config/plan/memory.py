@@ -74,6 +74,8 @@ def _share(config: RunConfig, part: ModelPart, size: int) -> int:
 def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     """Memory of the fullest rank, by part."""
     t = config.trainer
+    if t.kind == "fsdp":
+        return _fsdp_memory(config, shape)
     width = 2 if config.dtype == "bfloat16" else 4
     held, weights, trained, experts = _of_fullest_rank(config, shape)
     adapters = _adapters_of_rank(config, shape)
@@ -142,6 +144,31 @@ def stepped_on_host(config: RunConfig, shape: Architecture) -> int:
     )
 
 
+def _fsdp_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
+    """Memory of a rank of FSDP: its share of all state, and what it gathers to compute."""
+    t, width = config.trainer, 2 if config.dtype == "bfloat16" else 4
+    share = -(-shape.parameters // t.world_size)
+    outside = shape.embedding * (1 if shape.tied else 2)
+    layer = (shape.parameters - outside) // shape.layers
+    parts = [
+        MemoryPart(f"weights, fp32, 1/{t.world_size}", share * FP32),
+        MemoryPart(f"gradients, fp32, 1/{t.world_size}", share * FP32),
+        MemoryPart(f"optimizer, fp32, 1/{t.world_size}", share * 2 * FP32),
+        # of the embedding, the output layer and two layers, with their gradients
+        MemoryPart(f"gathered weights, {config.dtype}", (outside + 2 * layer) * (width + FP32)),
+        MemoryPart("activations of a pack (estimate)", _activations(config, shape, width)),
+        MemoryPart(
+            f"logits of {t.logprob_chunk_tokens} tokens, fp32",
+            LOGIT_COPIES * t.logprob_chunk_tokens * shape.vocab * FP32,
+        ),
+    ]
+    if config.algorithm.kl_coef > 0:
+        parts.append(MemoryPart("the policy, put aside for the reference", share * FP32))
+    if config.algorithm.teacher:
+        parts.append(MemoryPart("teacher", -(-_teacher(config, width) // t.world_size)))
+    return parts
+
+
 def _adapters(config: RunConfig, shape: Architecture) -> int:
     """Numbers in the adapters; 0 if all weights are trained."""
     lora = config.trainer.lora
@@ -184,6 +211,8 @@ def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
     width = 2 if config.dtype == "bfloat16" else 4
     critic = critic_shape(config, shape)
     trained = (_adapters(config, shape) or shape.parameters) + (critic.parameters if critic else 0)
+    if config.trainer.kind == "fsdp":  # the weights are the optimizer's own
+        return trained * FP32, trained * 2 * FP32
     return trained * width, trained * state_bytes(config)
 
 

@@ -22,8 +22,9 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     field, off = "rollout.routing_replay", "set it to false"
     if config.algorithm.supervised:
         yield config.problem(field, "algorithm.loss=sft learns answers that no engine made", off)
-    if config.trainer.rank is not None:
-        yield config.problem(field, "trainer.rank names another trainer than megatron-core's", off)
+    if not config.trainer.by_megatron:
+        which = "trainer.rank" if config.trainer.rank else "trainer.kind"
+        yield config.problem(field, f"{which} names another trainer than megatron-core's", off)
     if config.rollout.flush_tokens is not None:
         yield config.problem(
             "rollout.flush_tokens",

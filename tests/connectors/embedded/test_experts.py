@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from millrace.connectors.trainers.megatron.weights.engine_group import EngineGroup
+from millrace.connectors.trainers.weights.engine_group import EngineGroup
 from tests.support.engine_process import embedded_engine, logprobs_of, peaked_model, reference_logprobs
 
 PROMPT = [10, 20, 30, 40, 50]

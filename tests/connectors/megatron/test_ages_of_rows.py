@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.trainers.megatron.packing import _ages
+from millrace.connectors.trainers.packing import _ages
 from millrace.core.config.pipeline import Pipeline
 
 TRAINED, LENGTH = 4, 6

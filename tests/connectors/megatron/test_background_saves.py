@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from millrace.connectors.trainers.megatron.checkpoint.background import ROOM, BackgroundWriter
+from millrace.connectors.trainers.checkpoint.background import ROOM, BackgroundWriter
 from millrace.core.config.algorithm import Algorithm
 from tests.connectors.megatron.test_trainer_algorithms import figures, state, trained, urls
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration

@@ -190,8 +190,8 @@ def trainers(rank: Any, folder: str, url: str) -> list[float]:
     """Log-probabilities by a second model that a rank builds from a folder."""
     from millrace.connectors.trainers.megatron.forward_backward import LogprobForwardBackward
     from millrace.connectors.trainers.megatron.optim.optimizer import called
-    from millrace.connectors.trainers.megatron.packing import make_packs
     from millrace.connectors.trainers.megatron.trainable_model import model_from_hf
+    from millrace.connectors.trainers.packing import make_packs
     from millrace.core.families.architecture import architecture
 
     hf = read_hf_config(folder)
@@ -200,7 +200,7 @@ def trainers(rank: Any, folder: str, url: str) -> list[float]:
         passes = LogprobForwardBackward(
             rank.config, called(inner), inner, rank.device, vocab=hf["vocab_size"], temperature=1.0
         )
-        packs = make_packs(rank._read(url), rank.config, architecture(hf), rank.device)
+        packs = make_packs(rank._read(url), rank.config, architecture(hf), rank.device, rank.learner.place)
         values = passes.logprobs(packs)
     rows = [row for pack in packs for row in pack.rows]
     parts = dict(
@@ -330,7 +330,7 @@ def test_each_key_changed_in_turn(
 
 def load(rank: Any, whose: str, folder: str) -> None:
     """Load a folder as a rank's policy, critic or teacher."""
-    from millrace.connectors.trainers.megatron.frozen_models import Teacher
+    from millrace.connectors.trainers.frozen_models import Teacher
     from millrace.connectors.trainers.megatron.model.policy_model import CriticModel, PolicyModel
     from millrace.connectors.trainers.megatron.trainable_model import model_from_hf
     from millrace.core.config import RunConfig

@@ -60,7 +60,7 @@ def sent(rank: Any, url: str) -> tuple[int, dict[str, int]]:
     import torch.distributed as dist
 
     from millrace.connectors.trainers.megatron.model import context_parallel
-    from millrace.connectors.trainers.megatron.packing import make_packs
+    from millrace.connectors.trainers.packing import make_packs
 
     counts: Counter[str] = Counter()
 
@@ -83,8 +83,10 @@ def sent(rank: Any, url: str) -> tuple[int, dict[str, int]]:
         log_probabilities(rank, url)
     finally:
         module.dist = dist
-    packs = make_packs(rank._read(url), rank.config, rank.learner.architecture, rank.device)
-    return sum(pack.params.bounds[-1] for pack in packs) // CONTEXT, dict(counts)
+    packs = make_packs(
+        rank._read(url), rank.config, rank.learner.architecture, rank.device, rank.learner.place
+    )
+    return sum(pack.bounds[-1] for pack in packs) // CONTEXT, dict(counts)
 
 
 @pytest.mark.parametrize("name", CASES)

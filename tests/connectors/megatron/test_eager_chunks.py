@@ -38,11 +38,11 @@ VARIES = ("seconds", "tokens_per_second", "scored_tokens", "settings", "packs", 
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place(tmp_path_factory.mktemp("chunks"))
+def place(tmp_path_factory: pytest.TempPathFactory) -> RankPlace:
+    return RankPlace(tmp_path_factory.mktemp("chunks"))
 
 
-class Place:
+class RankPlace:
     """Two steps of 16 samples each: their batches, and their chunks in files of their own."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,9 @@ class Place:
         return found
 
 
-def train(group: Group, place: Place, early: int, versions: tuple[int, ...] = (1, 2)) -> list[dict[str, Any]]:
+def train(
+    group: Group, place: RankPlace, early: int, versions: tuple[int, ...] = (1, 2)
+) -> list[dict[str, Any]]:
     """Metrics of steps in chunks of which so many are passed before the step."""
     steps = []
     for version in versions:
@@ -93,14 +95,14 @@ def assert_near(one: list[Any], other: list[Any]) -> None:
 
 
 def in_chunks(
-    workers: Workers, place: Place, config: dict[str, Any], early: int
+    workers: Workers, place: RankPlace, config: dict[str, Any], early: int
 ) -> tuple[list[Any], list[Any]]:
     """Figures and every rank's weights of two steps in chunks."""
     with workers.group(config) as group:
         return figures(train(group, place, early)), group.run(weights)
 
 
-def plain(workers: Workers, place: Place, config: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+def plain(workers: Workers, place: RankPlace, config: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """The same of two plain steps."""
     with workers.group(config) as group:
         steps = [group.step(version, place.batches[version - 1])[0] for version in (1, 2)]
@@ -109,7 +111,7 @@ def plain(workers: Workers, place: Place, config: dict[str, Any]) -> tuple[list[
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one", "tp2 and sequence"))
 def test_a_step_in_chunks_is_the_plain_step_however_many_chunks_are_early(
-    workers: Workers, place: Place, model: Callable[..., Path], layout: str
+    workers: Workers, place: RankPlace, model: Callable[..., Path], layout: str
 ) -> None:
     optimizer = {"eps": EPSILON, **LAYOUTS[layout].get("optimizer", {})}
     changes = {**LAYOUTS[layout], "optimizer": optimizer}
@@ -123,7 +125,7 @@ def test_a_step_in_chunks_is_the_plain_step_however_many_chunks_are_early(
 
 @pytest.mark.parametrize("name", slow_but(ALGORITHMS, "token_mean", "gspo", "reference", "rollout"))
 def test_every_loss_that_is_served_has_the_denominator_of_the_whole_batch(
-    workers: Workers, place: Place, model: Callable[..., Path], name: str
+    workers: Workers, place: RankPlace, model: Callable[..., Path], name: str
 ) -> None:
     config = configuration(model(), algorithm=ALGORITHMS[name], optimizer={"eps": EPSILON})
     early = in_chunks(workers, place, config, len(COUNTS) - 1)
@@ -156,10 +158,10 @@ def fail_before_agreeing(rank: Any) -> None:
 
 @pytest.mark.parametrize("world", slow_but([1, 2], 1))
 def test_what_is_held_is_not_passed_again_and_counts_only_for_the_rows_of_the_batch(
-    workers: Workers, place: Place, model: Callable[..., Path], tmp_path: Path, world: int
+    workers: Workers, place: RankPlace, model: Callable[..., Path], tmp_path: Path, world: int
 ) -> None:
     first, second, _ = place.chunks[0]
-    others = Place.cut(tmp_path / "others", Place.rows(1, seed=1))
+    others = RankPlace.cut(tmp_path / "others", RankPlace.rows(1, seed=1))
     with workers.group(configuration(model(), world)) as group:
         group.run(count_passes)
         group.call("save", str(tmp_path / "start"))
@@ -207,7 +209,7 @@ def test_what_is_held_is_not_passed_again_and_counts_only_for_the_rows_of_the_ba
 
 
 def test_a_refused_step_is_made_again_from_its_first_chunk(
-    workers: Workers, place: Place, model: Callable[..., Path]
+    workers: Workers, place: RankPlace, model: Callable[..., Path]
 ) -> None:
     with workers.group(configuration(model())) as group:
         whole = figures(train(group, place, 0))
@@ -222,7 +224,7 @@ def test_a_refused_step_is_made_again_from_its_first_chunk(
 
 
 def test_a_recorded_step_is_made_again_in_the_chunks_that_it_was_made_in(
-    workers: Workers, place: Place, model: Callable[..., Path]
+    workers: Workers, place: RankPlace, model: Callable[..., Path]
 ) -> None:
     with workers.group(configuration(model())) as group:
         (recorded,) = train(group, place, 2, (1,))

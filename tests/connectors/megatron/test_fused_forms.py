@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from millrace.connectors.trainers.megatron.model import fused
+from millrace.connectors.trainers.ops import fused
 
 
 def test_the_norm_divides_by_the_root_mean_square() -> None:

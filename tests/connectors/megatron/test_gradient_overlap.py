@@ -41,7 +41,7 @@ def in_small_buckets(rank: Any) -> int:
 
 def add_output_gradient_in_place(rank: Any) -> None:
     """Have the output layer's gradient go by autograd, as on a GPU."""
-    from millrace.connectors.trainers.megatron.model import logprobs
+    from millrace.connectors.trainers.ops import logprobs
 
     plain = logprobs._TokenLogprobs
 
@@ -59,7 +59,7 @@ def add_output_gradient_in_place(rank: Any) -> None:
 
 
 def add_it_by_autograd(rank: Any) -> None:
-    from millrace.connectors.trainers.megatron.model import logprobs
+    from millrace.connectors.trainers.ops import logprobs
 
     logprobs._TokenLogprobs = rank.plain  # type: ignore[misc]
 

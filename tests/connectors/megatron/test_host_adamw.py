@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks.gpu.offload import compared, differences
-from millrace.connectors.trainers.megatron import patches
+from millrace.connectors.trainers import patches
 from millrace.connectors.trainers.megatron.optim.host_adamw import HostAdamW
-from millrace.connectors.trainers.megatron.process.memory_errors import check_room_to_offload
 from millrace.connectors.trainers.megatron.rank import TrainerRank
+from millrace.connectors.trainers.memory_errors import check_room_to_offload
 from millrace.core.contracts.task_records import StepRequest
 from millrace.core.errors import TrainerMemoryError
 from tests.support.slow_members import slow_but

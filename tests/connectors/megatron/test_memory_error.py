@@ -12,8 +12,8 @@ import torch
 from prefect.states import Failed
 
 from millrace.connectors.trainers.megatron.optim.offload import OptimizerOffload
-from millrace.connectors.trainers.megatron.process.memory_errors import check_host_memory, out_of_memory
 from millrace.connectors.trainers.megatron.rank import TrainerRank
+from millrace.connectors.trainers.memory_errors import check_host_memory, out_of_memory
 from millrace.core.config import RunConfig
 from millrace.core.errors import RefusedStepError, TrainerError, TrainerMemoryError
 from millrace.tasks.train_step import train_step

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.connectors.trainers.megatron.checkpoint.host_copy import HostMemory
+from millrace.connectors.trainers.checkpoint.host_copy import HostMemory
 from millrace.connectors.trainers.megatron.optim.parameter_state import ParameterSlice, owners_of, pieces_of
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -1,4 +1,4 @@
-"""millrace assigns into objects of PyTorch and megatron-core in connectors/trainers/megatron/patches.py alone."""
+"""millrace assigns into objects of PyTorch and megatron-core in connectors/trainers/patches.py alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 import millrace
 from millrace.connectors.trainers.megatron.model.policy_model import made_by, submodules_of
 
-PATCHES = "connectors/trainers/megatron/patches.py"
+PATCHES = "connectors/trainers/patches.py"
 FOLDERS = ("core", "connectors", "tasks", "flows")
 UPSTREAM = ("torch", "megatron")
 # attributes of megatron's and PyTorch's objects that patches.py sets on instances, which have no name to tell them by

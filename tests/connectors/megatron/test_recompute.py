@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.connectors.trainers.megatron.model.fused import drop
+from millrace.connectors.trainers.ops.fused import drop
 from tests.support.trainer_ranks import VOCAB, Workers, configuration
 
 TOKENS = 2048
@@ -20,8 +20,9 @@ def kept(rank: Any) -> tuple[int, list[float]]:
     """Bytes that the layers keep for the backward pass, weights left out, and what the gradients are then."""
     import numpy as np
 
-    from millrace.connectors.trainers.megatron.packing import BatchRow, make_pack
+    from millrace.connectors.trainers.megatron.model.attention import PackBounds
     from millrace.connectors.trainers.megatron.process.distributed import model_context
+    from millrace.connectors.trainers.packing import BatchRow, make_pack
 
     tokens = np.random.default_rng(0).integers(0, VOCAB, TOKENS)
     row = BatchRow("a", tokens, 4, np.ones(4, np.int64), np.zeros(4, np.float32), 1.0, 1.0, None, False, 1)
@@ -40,7 +41,7 @@ def kept(rank: Any) -> tuple[int, list[float]]:
                 input_ids=pack.input_ids,
                 position_ids=pack.position_ids,
                 attention_mask=None,
-                packed_seq_params=pack.params,
+                packed_seq_params=PackBounds.of(pack),
             )
         held = {x.untyped_storage()._cdata: x.untyped_storage() for x in saved}
         size = sum(s.nbytes() for s in held.values() if s.data_ptr() not in weights)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from examples.plain_rl import grpo_loss
 from millrace.connectors.storage.store import Store
-from millrace.connectors.trainers.megatron.chunks import hash_of
-from millrace.connectors.trainers.megatron.packing import read_rows
+from millrace.connectors.trainers.chunks import hash_of
+from millrace.connectors.trainers.packing import read_rows
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.registry import BUILT_IN

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.trainers.megatron.step_speed import share_of_peak
+from millrace.connectors.trainers.step_speed import share_of_peak
 from millrace.core.config import RunConfig
 from millrace.core.families.architecture import architecture
 from tests.support.qwen3 import QWEN3_06B

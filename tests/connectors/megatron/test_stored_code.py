@@ -25,7 +25,7 @@ import millrace
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.prefect.record_storage import PLAIN, RecordStorage
 from millrace.connectors.storage.store import Store
-from millrace.connectors.trainers.megatron.checkpoint.stored_metadata import KNOWN, read_metadata
+from millrace.connectors.trainers.checkpoint.stored_metadata import KNOWN, read_metadata
 from millrace.core.config.model import Model
 from millrace.core.errors import ConfigError, CorruptFileError
 from tests.support.trainer_ranks import RankFailedError, Workers, configuration
@@ -234,20 +234,20 @@ def test_a_models_folder_runs_no_code_though_one_says_yes_on_the_terminal(
 # Every call of the package that could make objects of what is stored, and why it does not run what a file names.
 OWN_PROCESS = "bytes of a process that this one started, or that started it"
 READS = {
-    ("connectors/trainers/megatron/checkpoint/background.py", "pickle.loads"): OWN_PROCESS,
-    ("connectors/trainers/megatron/checkpoint/write_process.py", "pickle.load"): OWN_PROCESS,
+    ("connectors/trainers/checkpoint/background.py", "pickle.loads"): OWN_PROCESS,
+    ("connectors/trainers/checkpoint/write_process.py", "pickle.load"): OWN_PROCESS,
     ("connectors/engines/sglang/wire/bucket_payload.py", "pickle.loads"): OWN_PROCESS,
     ("connectors/user_code/pool.py", "pickle.loads"): OWN_PROCESS,
     ("connectors/ray/actors.py", "cloudpickle.loads"): OWN_PROCESS,
     ("connectors/user_code/process.py", "pickle.loads"): OWN_PROCESS,
     ("core/families/template_process.py", "pickle.loads"): OWN_PROCESS,
     (
-        "connectors/trainers/megatron/checkpoint/stored_metadata.py",
+        "connectors/trainers/checkpoint/stored_metadata.py",
         "pickle.Unpickler",
     ): "finds what is listed",
-    ("connectors/trainers/megatron/checkpoint/stored_metadata.py", "torch.load"): "weights_only",
+    ("connectors/trainers/checkpoint/stored_metadata.py", "torch.load"): "weights_only",
     ("connectors/trainers/megatron/conversion/stored_weights.py", "torch.load"): "weights_only",
-    ("connectors/trainers/megatron/checkpoint/trainer_state.py", "dist_checkpointing.load"): "read as data",
+    ("connectors/trainers/checkpoint/trainer_state.py", "dist_checkpointing.load"): "read as data",
     ("connectors/engines/embedded/weight_routes.py", "load_safetensors"): "safetensors",
     ("core/families/folder_tensors.py", "safe_open"): "safetensors",
     ("connectors/trainers/adapters.py", "load_file"): "safetensors",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.trainers.megatron.checkpoint.file_writer import PIECE, _Hashing
+from millrace.connectors.trainers.checkpoint.file_writer import PIECE, _Hashing
 
 WRITES = {
     "nothing": [],

@@ -1,4 +1,4 @@
-"""The trainers under contract: megatron-core's ranks on gloo, and ranks of a bigram model in numpy."""
+"""The trainers under contract: megatron-core's ranks and FSDP's on gloo, and ranks of a bigram model in numpy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.support.trainer_ranks import VOCAB, Group, Workers, configuration, sa
 
 TRAINERS: dict[str, dict[str, Any]] = {
     "megatron": {},
+    "fsdp": {"kind": "fsdp"},
     "bigram": {"rank": "tests.support.bigram_rank:BigramRank"},
 }
 
@@ -46,8 +47,10 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(
     params=[
         ("megatron", 1),
+        ("fsdp", 2),
         ("bigram", 2),
         pytest.param(("megatron", 2), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 1), marks=pytest.mark.slow),
         pytest.param(("bigram", 1), marks=pytest.mark.slow),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.fsdp.rank import FsdpRank
 from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.connectors.trainers.rank import HeldOutSample, Rank, RankState
 from millrace.core.contracts.task_records import StepMetrics, StepRequest
@@ -38,7 +39,7 @@ def exported(ranks: Group, folder: Path, version: int) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("cls", [TrainerRank, BigramRank])
+@pytest.mark.parametrize("cls", [TrainerRank, FsdpRank, BigramRank])
 def test_a_class_of_ranks_has_every_method_with_its_parameters(cls: Any) -> None:
     methods = [name for name, _ in inspect.getmembers(Rank, inspect.isfunction) if name[0] != "_"]
     assert len(methods) > 20

@@ -286,7 +286,7 @@ REPORTED = (
 LOUD = "a file that is missing is named, and nothing is done"
 # What a listing does that lacks the newest names, by the module that asks for one.
 ROWS = {
-    "connectors/trainers/megatron/checkpoint/folders.py": "names the files by the checkpoint's marker",
+    "connectors/trainers/checkpoint/folders.py": "names the files by the checkpoint's marker",
     "connectors/engines/process.py": "a folder of weights without one of its files is not loaded: the engine names it",
     "connectors/storage/checkpoint_files.py": "a checkpoint more stays, or an older one is gone on from: its steps are made again",
     "connectors/storage/iteration_files.py": BY_NAME,

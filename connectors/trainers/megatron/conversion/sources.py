@@ -140,6 +140,12 @@ class TorchDistSource:
         if (self.folder / MARKER).is_file():
             store = Store(str(self.folder))
             marker = store.read_sealed(MARKER)
+            if "trainer" in marker:
+                raise ConfigError(
+                    f"it was saved with trainer.kind={marker['trainer']}",
+                    where=f"source = {path}",
+                    remedy="name an export of the run: its checkpoints hold the trainer's own form",
+                )
             if "base" in marker:
                 raise ConfigError(
                     "it holds adapters alone, without the weights beside them",

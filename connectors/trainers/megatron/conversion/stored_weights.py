@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from millrace.connectors.trainers.megatron.checkpoint.stored_metadata import NAME, read_metadata
+from millrace.connectors.trainers.checkpoint.stored_metadata import NAME, read_metadata
 from millrace.connectors.trainers.megatron.conversion.parameters import Parameter, Place, Shape, parameters
 from millrace.core.errors import ConfigError, CorruptFileError, MissingFileError, remedy_of
 from millrace.core.families.architecture import Architecture

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from millrace.connectors.host.local_files import move
 from millrace.connectors.storage.store import Store
-from millrace.connectors.trainers.megatron.checkpoint.stored_metadata import NAME
+from millrace.connectors.trainers.checkpoint.stored_metadata import NAME
 from millrace.connectors.trainers.megatron.conversion.parameters import (
     FURTHER,
     Parameter,

@@ -29,7 +29,8 @@ from millrace.connectors.trainers.megatron.model.context_parallel import (
     heads_to_tokens,
     tokens_to_heads,
 )
-from millrace.connectors.trainers.megatron.model.fused import has_kernels
+from millrace.connectors.trainers.ops.fused import has_kernels
+from millrace.connectors.trainers.packing import Pack
 
 ALIGNED = 8  # dimensions by which heads grow for a sink, as PyTorch's kernels want them
 
@@ -43,6 +44,21 @@ class PackBounds(PackedSeqParams):
     sample_of_token: Tensor | None = None  # [T / cp] in the rank's order: number in the pack, -1 for padding
     # [T / cp, layers with experts, experts of a token] that routers take, -1 for a token that they route themselves; None: all
     routed: Tensor | None = None
+
+    @classmethod
+    def of(cls, pack: Pack, routed: Tensor | None = None) -> "PackBounds":
+        """A pack's bounds, with the experts to replay."""
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=pack.starts,
+            cu_seqlens_kv=pack.starts,
+            max_seqlen_q=pack.longest,
+            max_seqlen_kv=pack.longest,
+            bounds=pack.bounds,
+            samples=len(pack.rows),
+            sample_of_token=pack.sample_of_token,
+            routed=routed,
+        )
 
 
 class PackedAttention(torch.nn.Module):

@@ -13,20 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from millrace.connectors.trainers.packing import zigzag_positions
+
 _Exchange = Callable[[Tensor, tuple[int, ...], Any], Tensor]  # tensor, bounds, group -> tensor
 Span = tuple[int, int]
-
-
-def zigzag_positions(bounds: Sequence[int], size: int, rank: int) -> Tensor:
-    """The pack's positions that a context parallel rank holds, in its local order. [T / size]."""
-    pieces = []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        chunk = (end - start) // (2 * size)
-        for number in (rank, 2 * size - 1 - rank) if size > 1 else (0, 1):
-            pieces.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
-        if size == 1 and (end - start) % 2:
-            pieces.append(torch.arange(end - 1, end))
-    return torch.cat(pieces)
 
 
 @lru_cache(maxsize=16)

@@ -133,7 +133,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        from millrace.connectors.trainers.megatron.model import kernels
+        from millrace.connectors.trainers.ops import kernels
 
         ctx.rows, ctx.count = rows, len(tensors[0])
         return tuple(kernels.take_rows(x.contiguous(), rows) for x in tensors)
@@ -153,12 +153,12 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from millrace.connectors.trainers.megatron.model import kernels
+        from millrace.connectors.trainers.ops import kernels
 
         return None, kernels.take_rows(grads[0].contiguous(), ctx.rows), None
 
 
 def _put(rows: Tensor, x: Tensor, count: int) -> Tensor:
-    from millrace.connectors.trainers.megatron.model import kernels
+    from millrace.connectors.trainers.ops import kernels
 
     return kernels.put_rows(x.contiguous(), rows, x.new_empty(count, *x.shape[1:]))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.model.fused import has_kernels
+from millrace.connectors.trainers.ops.fused import has_kernels
 
 
 class ExpertRows(NamedTuple):
@@ -50,7 +50,7 @@ def gathered(values: Tensor, weights: Tensor | None, rows: ExpertRows) -> Tensor
 def take_rows(x: Tensor, places: Tensor) -> Tensor:
     """x[places], without a gradient."""
     if has_kernels(x):
-        from millrace.connectors.trainers.megatron.model import kernels
+        from millrace.connectors.trainers.ops import kernels
 
         return kernels.take_rows(x, places)
     return x.index_select(0, places)

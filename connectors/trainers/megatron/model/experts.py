@@ -23,8 +23,8 @@ from millrace.connectors.trainers.megatron.model.expert_rows import (
     rows_of,
     spread,
 )
-from millrace.connectors.trainers.megatron.model.fused import in_plain_forms
 from millrace.connectors.trainers.megatron.model.grouped_experts import fits, grouped
+from millrace.connectors.trainers.ops.fused import in_plain_forms
 
 _one_by_one = False
 

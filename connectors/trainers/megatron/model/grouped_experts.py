@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from millrace.connectors.trainers.megatron.model import fused
 from millrace.connectors.trainers.megatron.model.expert_rows import ExpertRows, in_rows, sum_rows, take_rows
-from millrace.connectors.trainers.megatron.model.logprobs import mark_gradient_added
+from millrace.connectors.trainers.ops import fused
+from millrace.connectors.trainers.ops.logprobs import mark_gradient_added
 
 ALIGNED = 16  # bytes, of which grouped products need a multiple in each row of a matrix
 

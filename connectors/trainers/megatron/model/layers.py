@@ -14,10 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.model import fused
 from millrace.connectors.trainers.megatron.model.attention import PackBounds
-from millrace.connectors.trainers.megatron.model.fused import drop
 from millrace.connectors.trainers.megatron.model.replayed_router import PackRouter
+from millrace.connectors.trainers.ops import fused
+from millrace.connectors.trainers.ops.fused import drop
 
 
 class Norm(torch.nn.RMSNorm):

@@ -25,7 +25,6 @@ from torch import Tensor
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
 from millrace.connectors.trainers.megatron.model.delta_net import PackedDeltaNet
 from millrace.connectors.trainers.megatron.model.experts import ExpertsLayer
-from millrace.connectors.trainers.megatron.model.fused import rotary_table
 from millrace.connectors.trainers.megatron.model.latent_attention import LatentCore, PackedLatentAttention
 from millrace.connectors.trainers.megatron.model.layers import (
     BranchNormLayer,
@@ -40,6 +39,7 @@ from millrace.connectors.trainers.megatron.model.replayed_router import PackRout
 from millrace.connectors.trainers.megatron.model.router_losses import LossRouter, RouterLosses
 from millrace.connectors.trainers.megatron.model.sigmoid_router import SigmoidRouter
 from millrace.connectors.trainers.megatron.model.transformer_config import transformer_config
+from millrace.connectors.trainers.ops.fused import rotary_table
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options.transformer import moe_losses
 from millrace.core.families.architecture import Architecture, architecture

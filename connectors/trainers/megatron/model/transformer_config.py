@@ -7,8 +7,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron import patches
-from millrace.connectors.trainers.megatron.model.fused import accumulate
+from millrace.connectors.trainers import patches
+from millrace.connectors.trainers.ops.fused import accumulate
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options.transformer import FIELDS as MOE_LOSS_FIELDS
 from millrace.core.families.architecture import architecture

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from millrace.connectors.trainers.megatron.model.fused import plain_forms
+from millrace.connectors.trainers.ops.fused import plain_forms
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 ROUTER = {torch.float32: "fp32", torch.float64: "fp64"}  # megatron's names

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron import patches
+from millrace.connectors.trainers import patches
 from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
-from millrace.connectors.trainers.megatron.process.memory_errors import out_of_host_memory, ran_out
+from millrace.connectors.trainers.memory_errors import out_of_host_memory, ran_out
 
 
 class Offloadable(Protocol):

@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron import patches
+from millrace.connectors.trainers import patches
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
 

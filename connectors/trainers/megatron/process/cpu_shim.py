@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from millrace.connectors.trainers.megatron import patches
+from millrace.connectors.trainers import patches
 
 CPU = torch.device("cpu")
 CUDA_TYPES = {

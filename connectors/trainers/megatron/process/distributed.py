@@ -1,11 +1,7 @@
-"""The process group of the trainer's ranks and megatron's parallel groups within it, on gloo or NCCL."""
+"""megatron's parallel groups within the process group of the trainer's ranks."""
 
 import contextlib
-import os
-import platform
 import socket
-from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -13,15 +9,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import random as megatron_random
 
-from millrace.connectors.trainers.megatron import patches
+from millrace.connectors.trainers import process
 from millrace.connectors.trainers.megatron.process import cpu_shim
+from millrace.connectors.trainers.place import RankPlace
 from millrace.core.config import RunConfig
-from millrace.core.errors import ConfigError
-
-VERSIONED = ("torch", "megatron-core", "millrace")
-JOIN_TIMEOUT = timedelta(minutes=30)
-LATER = 2.0  # collectives time out this much later than the driver ends ranks without progress
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def join(
@@ -31,32 +22,9 @@ def join(
 
     master: address and port at which the ranks meet. meeting: rank 0's socket, which listens there.
     """
-    cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
-    if cuda and not torch.cuda.is_available():
-        raise ConfigError(
-            "this host has no GPU", where="trainer.device = cuda", remedy="set trainer.device=cpu or auto"
-        )
-    if cuda:
-        device = torch.device("cuda", 0)  # the rank sees only its GPU
-        torch.cuda.set_device(device)
-        # All ranks of a group need the same value, and SGLang's processes, which join a group for weights, set 0.
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-    else:
-        device = torch.device("cpu")
+    device = process.join(config, rank, world_size, master, meeting)
+    if device.type == "cpu":
         cpu_shim.install()
-    torch.set_num_threads(cpu_threads(config.trainer.threads, world_size, gpu=cuda))
-    assert (meeting is not None) == (rank == 0), "rank 0 listens, and no other"
-    timeout = max(JOIN_TIMEOUT, LATER * timedelta(seconds=config.run.progress_timeout_s))
-    store = dist.TCPStore(
-        *master,
-        world_size,
-        is_master=meeting is not None,
-        timeout=timeout,
-        master_listen_fd=meeting.detach() if meeting else None,
-    )
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
     p = config.trainer.parallel
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=p.tensor,
@@ -66,42 +34,28 @@ def join(
         expert_model_parallel_size=p.expert,
         expert_tensor_parallel_size=p.tensor_of_experts,
     )
-    torch.manual_seed(config.run.seed)
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
-    if config.trainer.deterministic:
-        _use_deterministic_kernels(device)
     return device
 
 
-def _use_deterministic_kernels(device: torch.device) -> None:
-    """Make PyTorch use deterministic kernels, and warn if an operation has none.
-
-    cuBLAS reads a variable for this at its first product, but PyTorch parses the variable at every later product too, which
-    takes longer than launching the product. So it is set only for the first product, unless the user set it.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    patches.leave_new_memory_unfilled()
-    if device.type == "cuda" and CUBLAS_WORKSPACE not in os.environ:
-        os.environ[CUBLAS_WORKSPACE] = ":4096:8"
-        one = torch.ones(1, 1, device=device)
-        torch.mm(one, one)
-        del os.environ[CUBLAS_WORKSPACE]
-
-
-def cpu_threads(configured: int | None, world_size: int, *, gpu: bool) -> int:
-    """Threads for a rank's work on the CPU: as configured, or its share of the cores.
-
-    One thread beside a GPU: its CPU work is small, and spinning worker threads take cores from the threads that launch kernels.
-    With several threads, making packs took 35 ms instead of 1 on a busy host.
-    """
-    return configured or (1 if gpu else max(1, (os.cpu_count() or 1) // world_size))
+def rank_place() -> RankPlace:
+    """This rank's place, after `join`. Ranks of one tensor or context parallel group have equal values, so one of them reports."""
+    context = mpu.get_context_parallel_rank()
+    return RankPlace(
+        data_rank=mpu.get_data_parallel_rank(),
+        data_size=mpu.get_data_parallel_world_size(),
+        data_group=mpu.get_data_parallel_group(),
+        context_rank=context,
+        reports=mpu.get_tensor_model_parallel_rank() == 0 and context == 0,
+        last_stage=bool(mpu.is_pipeline_last_stage()),
+    )
 
 
 def leave() -> None:
     """Undo `join`, so that the process may join other ranks."""
     if dist.is_initialized():
         mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    process.leave()
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -112,29 +66,3 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager[An
 def model_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A cheaper context for calls to the model and the loss, which name no device."""
     return cpu_shim.suspended() if device.type == "cpu" else contextlib.nullcontext()
-
-
-def numerics(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """What the last bits of a step depend on besides its input: host, device, layout, sizes of pieces and versions."""
-    t = config.trainer
-    return {
-        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "host": platform.node(),
-        "threads": torch.get_num_threads(),
-        "world_size": t.world_size,
-        "parallel": t.parallel.model_dump(),
-        "max_pack_tokens": t.max_pack_tokens,
-        "logprob_chunk_tokens": t.logprob_chunk_tokens,
-        "recompute": t.recompute,
-        "deterministic": t.deterministic,
-        "dtype": config.dtype,
-        "versions": {name: _version(name) for name in VERSIONED},
-    }
-
-
-def _version(package: str) -> str | None:
-    """Installed version; None if a checkout runs without being installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

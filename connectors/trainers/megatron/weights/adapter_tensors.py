@@ -3,6 +3,7 @@
 Owns which rank writes: rank 0, since adapters are small. All ranks must call each function together.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,7 @@ from torch import Tensor
 from millrace.connectors.trainers.adapters import write_peft
 from millrace.connectors.trainers.megatron.model.adapters import Pair
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
-from millrace.connectors.trainers.megatron.weights.export_folder import in_place, uploaded
 from millrace.core.config.trainer import Lora
-from millrace.core.contracts.task_records import FileRecord
 from millrace.core.families.architecture import architecture
 
 
@@ -41,20 +40,11 @@ def whole_pair(pair: Pair) -> tuple[Tensor, Tensor]:
     return a, b.flatten(0, 1) if pair.halves else b
 
 
-def export_peft(model: RankModel, hf: dict[str, Any], lora: Lora, base: str, directory: str) -> None:
-    """Write a PEFT folder, renamed into place at the end. base: the folder of the model that the adapters belong to."""
+def write_adapters(model: RankModel, hf: dict[str, Any], lora: Lora, base: str, folder: Path) -> None:
+    """Write a PEFT folder on rank 0. base: the folder of the model that the adapters belong to."""
     pairs = _gathered(model)
-    with in_place(directory) as aside:
-        if dist.get_rank() == 0:
-            write_peft(aside, pairs, lora, architecture(hf), base)
-
-
-def upload_peft(model: RankModel, hf: dict[str, Any], lora: Lora, base: str, url: str) -> list[FileRecord]:
-    """Write the same to a folder in any storage; returns the records of this rank's files, relative to the folder."""
-    pairs = _gathered(model)
-    if dist.get_rank():
-        return []
-    return uploaded(url, lambda folder: write_peft(folder, pairs, lora, architecture(hf), base))
+    if dist.get_rank() == 0:
+        write_peft(folder, pairs, lora, architecture(hf), base)
 
 
 def _gathered(model: RankModel) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,0 +1,94 @@
+"""Attention over a pack, as transformers' models call it.
+
+On a GPU in a 16-bit type: PyTorch's variable-length flash attention, which is told where samples start. Otherwise transformers' own
+form over SDPA, whose mask it makes of positions that start again. Knows nothing of models.
+"""
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.core.errors import TrainerError
+
+NAME = "millrace_packed"  # among transformers' attention functions
+HALF = (torch.bfloat16, torch.float16)
+# what models give to an attention function beside its tensors, that this one does not compute
+UNKNOWN = ("softcap", "s_aux", "position_bias")
+
+
+def register() -> str:
+    """Let transformers know the function; returns its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask_unless_packed(sdpa_mask))
+    return NAME
+
+
+def sdpa_mask_unless_packed(sdpa_mask: Any) -> Any:
+    """transformers' mask for SDPA; none where `packed_attention` gets the bounds of samples, since a mask takes T * T bytes."""
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        if dtype in HALF and device is not None and torch.device(device).type == "cuda":
+            return None
+        return sdpa_mask(*args, **kwargs)
+
+    return mask
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    starts: Tensor | None = None,
+    longest: int = 0,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Attention [1, T, heads, d] of queries [1, heads, T, d] with keys and values [1, kv heads, T, d], causal in each sample.
+
+    starts: [samples + 1] int32, where each sample starts, and the end. longest: tokens of the longest sample.
+    Raises TrainerError if the model asks for a kind of attention that is not computed here.
+    """
+    for name in UNKNOWN:
+        if given.get(name) is not None:
+            raise TrainerError(
+                f"the model's attention has {name}, which trainer.kind=fsdp does not compute for packs",
+                where="model.path",
+                remedy="take another model, or trainer.kind=megatron if it knows the family",
+            )
+    if attention_mask is not None or starts is None or query.dtype not in HALF or not query.is_cuda:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **given
+        )
+        return out, None
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if _takes_gqa():
+        given = {"enable_gqa": True}
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        given = {}
+    window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
+    attended: Any = varlen_attn(
+        q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, **given
+    )
+    return attended[None], None
+
+
+@lru_cache
+def _takes_gqa() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

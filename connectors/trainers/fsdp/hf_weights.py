@@ -1,0 +1,75 @@
+"""A model's weights under FSDP as Hugging Face tensors: gathered unit by unit, under the names and in the form of a checkpoint.
+
+All ranks must iterate together, and every rank gets every tensor. Knows nothing of files, nor of the tensors' receivers.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from millrace.connectors.trainers.frozen_models import held
+from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of_units
+from millrace.connectors.trainers.weights.buckets import JOINED, TensorGroup, Unit
+
+
+def hf_tensors(model: PackedModel, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each unit in turn, in a type; each once, tied ones under the embedding's name."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = {id(tensor): name for name, tensor in reversed([*_kept(model)])}
+    units = [*parts_of_units(model)]
+    for _, parts in [units[-1], *units[:-1]]:  # the root first, since a single file begins with the embedding
+        whole: dict[str, Tensor] = {}
+        for part in parts:
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                name = names.get(id(tensor))
+                if name is not None and name not in whole:
+                    full = _full(tensor.detach())
+                    whole[name] = full.to(dtype) if full.is_floating_point() else full
+        stored: dict[str, Tensor] = revert_weight_conversion(model.inner, whole)
+        yield {name: tensor.contiguous() for name, tensor in stored.items()}
+
+
+def _kept(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that a checkpoint has, by name."""
+    yield from model.inner.named_parameters()
+    stored = model.inner.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in model.inner.named_buffers() if name in stored)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sections(model: PackedModel, dtype: torch.dtype) -> list[TensorGroup]:
+    """One section: every rank gathers every tensor."""
+
+    def units() -> Iterator[Unit]:
+        for tensors in hf_tensors(model, dtype):
+            joined = [name for name in tensors if name.endswith(JOINED)]
+            if len(joined) == len(JOINED):  # of one block, as are all tensors here
+                yield [(name, tensors.pop(name)) for name in joined]
+            yield from ([(name, tensor)] for name, tensor in tensors.items())
+
+    return [TensorGroup(dist.get_rank(), tuple(range(dist.get_world_size())), units, broadcast=False)]
+
+
+def copy_weights(model: PackedModel, source: Any) -> None:
+    """Set a cut model's weights to those of a whole model of the same kind."""
+    theirs = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            own = held(parameter)
+            whole = theirs[name].detach().to(device=own.device, dtype=own.dtype)
+            if isinstance(parameter, DTensor):
+                # each rank has the whole, so that none is sent
+                cut = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+                own.copy_(cut.to_local())
+            else:
+                own.copy_(whole)

@@ -1,0 +1,172 @@
+"""A Hugging Face model over this run's ranks: read from its folder, cut by FSDP2, called with packs.
+
+Owns the units that FSDP gathers, the types of weights and of computation, and recomputation. Knows nothing of losses.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import Module, Parameter
+from torch.utils.checkpoint import checkpoint
+
+from millrace.connectors.trainers.fsdp import attention
+from millrace.connectors.trainers.ops.fused import rms_norm
+from millrace.connectors.trainers.packing import Pack
+from millrace.core.config import RunConfig
+from millrace.core.errors import ConfigError, remedy_of
+
+# norms of transformers with a plain weight, and nothing added to it
+PLAIN_NORMS = {
+    f"{family}RMSNorm"
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "DeepseekV3")
+}
+# keys of configurations whose models change the output layer's logits
+CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+MAIN = torch.float32  # of the weights that the optimizer changes, and of their gradients
+
+
+class PackedModel(Module):
+    """A causal language model whose loss is computed within its forward pass: FSDP gathers the output layer's weight only there."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        kinds = set(inner._no_split_modules or ())
+        # the blocks that FSDP gathers one after another, in order; what is outside of them belongs to the root
+        self.units = [part for part in inner.modules() if type(part).__name__ in kinds]
+        assert self.units, "transformers names the blocks of every model"
+
+    def forward(self, pack: Pack, loss: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss of a pack's hidden states [T, 1, H], which are those before the output layer."""
+        hidden = self.inner.base_model(
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
+            use_cache=False,
+            starts=pack.starts,
+            longest=pack.longest,
+        ).last_hidden_state
+        return loss(hidden[0][:, None])
+
+    @property
+    def head(self) -> Parameter:
+        """The output layer's weight [V, H]; whole only within a forward pass."""
+        weight: Parameter = self.inner.get_output_embeddings().weight
+        return weight
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the vocabulary."""
+        return int(self.inner.config.get_text_config().vocab_size)
+
+
+def read_model(
+    config: RunConfig, folder: str, device: torch.device, field: str = "model.path"
+) -> PackedModel:
+    """The model of a folder on the host, whole, in the type of its files.
+
+    field: the setting that named the folder. Raises ConfigError if transformers cannot make the model or read its weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    packed = device.type == "cuda" and config.dtype != "float32"
+    try:
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto",
+            attn_implementation=attention.register() if packed else "sdpa",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"transformers cannot load it: {str(error).strip().splitlines()[0]}",
+            where=f"{field} = {folder}",
+            remedy=remedy_of(error, "take a whole checkpoint of a causal language model"),
+        ) from error
+    inner, told = read
+    keys = inner.config.get_text_config().to_dict()
+    changed = next((key for key in CHANGE_LOGITS if keys.get(key) not in (None, 1, 1.0)), None)
+    if changed or getattr(inner.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(
+            f"its logits are not a product with one matrix alone ({changed or 'a bias'})",
+            where=f"{field} = {folder}",
+            remedy="take another model: trainer.kind=fsdp computes log-probabilities from that product",
+        )
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"its files have no {missing[0]}", where=f"{field} = {folder}", remedy="take a whole checkpoint"
+        )
+    return PackedModel(inner.eval())  # dropout is never used: two passes of one token must agree
+
+
+def shard(
+    model: PackedModel, config: RunConfig, mesh: DeviceMesh, device: torch.device, *, trains: bool = True
+) -> PackedModel:
+    """Cut a model over the ranks, block by block: main weights in fp32, or in the model's type if it is not trained."""
+    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    main = MAIN if trains else compute
+    # inputs keep their type: the embedding's is the type of computation, and a pass in a wider type stays in it
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=MAIN, cast_forward_inputs=False, output_dtype=None
+    )
+    model.requires_grad_(trains)
+    if device.type == "cuda":
+        fuse_norms(model)
+    # blocks first: what is left belongs to the root, whose tied weights stay tied
+    for unit in [*model.units, model]:
+        unit.to(device=device, dtype=main) if unit is not model else _move_rest(model, device, main)
+        if unit is not model and trains and config.trainer.recompute == "full":
+            _recompute(unit)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gradients are summed over ranks, not averaged
+            part.set_gradient_divide_factor(1.0)
+    return model
+
+
+def _move_rest(model: PackedModel, device: torch.device, main: torch.dtype) -> None:
+    """Move what no block holds."""
+    held = {id(part) for unit in model.units for part in unit.modules()}
+    tensors: dict[int, Tensor] = {}
+    for part in model.modules():
+        if id(part) in held:
+            continue
+        for parameter in part.parameters(recurse=False):
+            if id(parameter) not in tensors:  # a tied weight is moved once
+                tensors[id(parameter)] = parameter.data.to(device=device, dtype=main)
+            parameter.data = tensors[id(parameter)]
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+
+
+def fuse_norms(model: Module) -> None:
+    """Have the norms of known families computed in one pass over memory: x / rms(x) * weight, as `ops.fused` defines it."""
+    for part in model.modules():
+        if type(part).__name__ in PLAIN_NORMS:
+            part.forward = partial(_norm, part)
+
+
+def _norm(part: Any, hidden: Tensor) -> Tensor:
+    return rms_norm(hidden, part.weight, part.variance_epsilon)
+
+
+def _recompute(unit: Module) -> None:
+    """Have the backward pass compute a block again from its input. transformers' own way needs training mode, and with it dropout."""
+    unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def parts_of_units(model: PackedModel) -> Iterator[tuple[Module, list[Module]]]:
+    """Each FSDP unit, the root last, with the modules whose weights it gathers."""
+    held: set[int] = set()
+    for unit in model.units:
+        parts = list(unit.modules())
+        held.update(map(id, parts))
+        yield unit, parts
+    yield model, [part for part in model.modules() if id(part) not in held]

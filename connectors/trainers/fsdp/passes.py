@@ -1,0 +1,149 @@
+"""Forward and backward passes of packs through a model under FSDP."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of_units
+from millrace.connectors.trainers.ops.fused import plain_forms, take_rows
+from millrace.connectors.trainers.ops.logprobs import TokenLogprobs, WholeVocabulary, token_logprobs
+from millrace.connectors.trainers.packing import Pack
+from millrace.connectors.trainers.passes import Metrics, MetricSums, Passes
+from millrace.connectors.trainers.place import RankPlace
+from millrace.core.config import RunConfig
+from millrace.core.waits import beat
+
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+class FsdpPasses(Passes):
+    """Passes through one model of this rank, and log-probabilities from its output layer."""
+
+    def __init__(
+        self, config: RunConfig, model: PackedModel, place: RankPlace, device: Any, temperature: float
+    ) -> None:
+        super().__init__(config, place, device)
+        self.model = model
+        self.temperature = temperature
+        self._wide: torch.dtype | None = None
+
+    def _train(self, mode: bool) -> None:
+        """Nothing: the model stays in evaluation mode, without dropout."""
+
+    def _run(
+        self, packs: Sequence[Pack], loss: Callable[[Pack, Tensor], Tensor], *, forward_only: bool
+    ) -> None:
+        for pack in packs:
+            beat()
+            total = self.model(pack, partial(_connected, partial(loss, pack)))
+            beat()
+            if not forward_only:
+                total.backward()
+
+    def logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
+        """Log-probabilities of the packs' response tokens, end to end."""
+        return self.forward(
+            packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False).targets
+        )
+
+    def wider_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
+        """The same, with the weights' values in the next wider type, and computed in it."""
+        narrow = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+        self._wide = WIDER[narrow]
+        try:
+            with plain_forms(), computing_in(self.model, self._wide):
+                return self.logprobs(packs)
+        finally:
+            self._wide = None
+
+    def token_logprobs(
+        self,
+        pack: Pack,
+        hidden: Tensor,
+        *,
+        entropy: bool,
+        entropy_gradient: bool = True,
+        others: bool = False,
+    ) -> TokenLogprobs:
+        """Log-probabilities [N] of a pack's response tokens, and entropies. Only within the model's forward pass.
+
+        others: also return log-probabilities [N, k] of the pack's other tokens.
+        """
+        weight = self.model.head
+        return token_logprobs(
+            take_rows(hidden.squeeze(1), pack.places).to(weight.dtype),
+            weight,
+            pack.targets,
+            vocab=self.model.vocab,
+            group=WholeVocabulary(),
+            temperature=self.temperature,
+            chunk=self.config.trainer.logprob_chunk_tokens,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            others=pack.others if others else None,
+        )
+
+    def router_losses(
+        self, packs: Sequence[Pack], tokens: int, samples: int, sums: MetricSums
+    ) -> contextlib.AbstractContextManager[None]:
+        """Routers have no losses here."""
+        return contextlib.nullcontext()
+
+    def agreement(self) -> Metrics:
+        """Empty: no experts are replayed."""
+        return {}
+
+
+def _connected(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """The loss of hidden states; one without a gradient, as of a pack without samples, gets zeros, since all ranks sum gradients."""
+    total = loss(hidden)
+    if torch.is_grad_enabled() and not total.requires_grad:
+        return total + hidden.sum() * 0
+    return total
+
+
+@contextlib.contextmanager
+def computing_in(model: PackedModel, wide: torch.dtype) -> Iterator[None]:
+    """A context in which forward passes compute in another type, without gradients. Every rank must enter it.
+
+    A unit's gathered weights are replaced by cast copies while it runs: one unit's, and those of the root, exist at a time.
+    """
+    hooks = []
+    for unit, parts in parts_of_units(model):
+        cast = _Cast(parts, wide)
+        hooks.append(unit.register_forward_pre_hook(cast.before))
+        # before FSDP's own hook, which frees the gathered weights
+        hooks.append(unit.register_forward_hook(cast.after, prepend=True, always_call=True))
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Cast:
+    def __init__(self, parts: Sequence[Module], wide: torch.dtype) -> None:
+        self._parts = parts
+        self._wide = wide
+        self._own: list[tuple[Module, str, Parameter]] = []
+
+    def before(self, *_: Any) -> None:
+        assert not self._own, "a unit runs once at a time"
+        copies: dict[int, Parameter] = {}
+        for part in self._parts:
+            for name, weight in part.named_parameters(recurse=False):
+                self._own.append((part, name, weight))
+                if id(weight) not in copies:  # a tied weight has one copy
+                    copies[id(weight)] = Parameter(weight.detach().to(self._wide), requires_grad=False)
+                setattr(part, name, copies[id(weight)])
+
+    def after(self, *_: Any) -> None:
+        for part, name, weight in self._own:
+            setattr(part, name, weight)
+        self._own.clear()

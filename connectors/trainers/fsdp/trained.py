@@ -1,0 +1,207 @@
+"""A model under FSDP that is trained: its gradients, AdamW over this rank's parts of the weights, and the schedule.
+
+Owns the order of an optimizer step: all checks that may refuse it come before any change. Knows nothing of losses.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from millrace.connectors.trainers.frozen_models import held
+from millrace.connectors.trainers.fsdp.packed_model import PackedModel
+from millrace.core.algorithms.learning_rate import learning_rate
+from millrace.core.config import RunConfig
+from millrace.core.config.trainer import Schedule
+from millrace.core.replay import StepNumbers
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class StepSchedule:
+    """The learning rate by the number of steps that were made."""
+
+    def __init__(self, config: RunConfig, lr: float, schedule: Schedule) -> None:
+        self.num_steps = 0
+        self._peak = lr
+        self._schedule = schedule
+        total = schedule.decay_steps or config.run.iterations * config.steps_per_iteration
+        self._decay = max(total, schedule.warmup_steps + 1)
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next step."""
+        s = self._schedule
+        return learning_rate(
+            s.kind,
+            self.num_steps,
+            peak=self._peak,
+            least=s.min_lr,
+            warmup=s.warmup_steps,
+            decay=self._decay,
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint holds; rates follow from the configuration."""
+        return {"num_steps": self.num_steps}
+
+
+class TrainedFsdp:
+    """A model with its optimizer."""
+
+    def __init__(
+        self, inner: PackedModel, config: RunConfig, lr: float, schedule: Schedule | None = None
+    ) -> None:
+        """schedule: by default trainer.schedule."""
+        self.inner = inner
+        self.lr = 0.0  # learning rate of the last step
+        self.schedule = StepSchedule(config, lr, schedule or config.trainer.schedule)
+        o = config.trainer.optimizer
+        self.clip_grad = o.clip_grad
+        self.parameters = [each for each in inner.parameters() if each.requires_grad]
+        # as megatron-core: no decay for norms and biases
+        decayed = [each for each in self.parameters if each.ndim > 1]
+        others = [each for each in self.parameters if each.ndim <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": o.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=lr,
+            betas=o.betas,
+            eps=o.eps,
+            fused=self.parameters[0].is_cuda,
+            foreach=False,
+        )
+        for each in self.parameters:  # there before the first step, so that every checkpoint has them
+            zeros = {name: torch.zeros_like(each, requires_grad=False) for name in MOMENTS}
+            self.optimizer.state[each] = {"step": self._steps_made(0), **zeros}
+        self._norm = 0.0
+        self._host: dict[
+            tuple[Parameter, str], tuple[int, Tensor]
+        ] = {}  # of moved moments: bytes, and their copy
+
+    def _steps_made(self, count: int) -> Tensor:
+        device = self.parameters[0].device if self.parameters[0].is_cuda else "cpu"
+        return torch.tensor(float(count), dtype=torch.float32, device=device)
+
+    def set_steps(self, count: int) -> None:
+        """Go on after so many steps."""
+        self.schedule.num_steps = count
+        for each in self.parameters:
+            self.optimizer.state[each]["step"] = self._steps_made(count)
+
+    def zero_grad(self) -> None:
+        """Forget gradients, also after a refused step."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which backward passes add gradients: they always do, summed over ranks pack by pack."""
+        return contextlib.nullcontext()
+
+    def _gradients(self) -> list[Tensor]:
+        return [held(each.grad) for each in self.parameters if each.grad is not None]
+
+    def divide_gradient(self, denominator: float) -> None:
+        """Divide the gradients, which are summed over ranks, before they are measured."""
+        torch._foreach_mul_(self._gradients(), 1.0 / denominator)
+
+    def measure_gradient(self) -> None:
+        """Nothing: `gradient_norm` measures."""
+
+    def gradient_norm(self) -> float:
+        """Norm of the gradient before clipping; changes nothing."""
+        parts = [each for each in self._gradients() if each.numel()]
+        device = self.parameters[0].device
+        square = torch.zeros((), dtype=torch.float32, device=device)
+        if parts:
+            square = torch.stack(torch._foreach_norm(parts)).square().sum()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        self._norm = float(square.sqrt())
+        return self._norm
+
+    def step(self, made_with: StepNumbers | None = None) -> None:
+        """Advance optimizer and schedule, after `gradient_norm`: step n uses the schedule's rate after n - 1 steps.
+
+        made_with: the recorded numbers of a step that is repeated; they replace the configuration's.
+        """
+        with self._numbers(made_with) as clip:
+            if clip > 0 and (scale := clip / (self._norm + 1e-6)) < 1:
+                torch._foreach_mul_(self._gradients(), scale)
+            self.optimizer.step()
+        self.schedule.num_steps += 1
+        self.zero_grad()
+
+    @contextlib.contextmanager
+    def _numbers(self, made_with: StepNumbers | None) -> Iterator[float]:
+        """A context in which the optimizer has a step's numbers; yields the largest norm of a gradient."""
+        groups = self.optimizer.param_groups
+        own = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in groups]
+        self.lr = self.schedule.lr if made_with is None else made_with["lr"]
+        for group, numbers in zip(groups, own, strict=True):
+            group["lr"] = self.lr
+            if made_with is not None:
+                group["betas"], group["eps"] = tuple(made_with["betas"]), made_with["eps"]
+                decays = group is groups[0]
+                group["weight_decay"] = made_with["weight_decay"] if decays else numbers["weight_decay"]
+        try:
+            yield self.clip_grad if made_with is None else made_with["clip_grad"]
+        finally:
+            for group, numbers in zip(groups, own, strict=True):
+                group.update(numbers)
+
+    def skip(self) -> None:
+        """Advance only the schedule."""
+        self.lr = self.schedule.lr
+        self.schedule.num_steps += 1
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of tensors that this rank saves: weights and both moments."""
+        return sum((1 + len(MOMENTS)) * held(each).nbytes for each in self.parameters)
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments by name, as this rank has them: what a checkpoint holds, and is loaded into."""
+        tensors: dict[str, Tensor] = {}
+        for name, each in self.inner.named_parameters():
+            tensors[f"model.{name}"] = each.detach()
+            for moment in MOMENTS:
+                if each.requires_grad:
+                    tensors[f"optimizer.{moment}.{name}"] = self.optimizer.state[each][moment]
+        return tensors
+
+    # GPU memory
+
+    def release(self) -> int:
+        """Move the moments to the host, drop gradients and PyTorch's cache; returns the bytes freed on the GPU."""
+        if not torch.cuda.is_available():
+            return 0
+        before = torch.cuda.mem_get_info()[0]
+        self.zero_grad()
+        if not self._host:
+            for each in self.parameters:
+                for name in MOMENTS:
+                    moment = held(self.optimizer.state[each][name])
+                    copy = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=True)
+                    copy.copy_(moment, non_blocking=True)
+                    self._host[each, name] = moment.untyped_storage().nbytes(), copy
+            torch.cuda.synchronize()
+            for each, name in self._host:
+                held(self.optimizer.state[each][name]).untyped_storage().resize_(0)
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0] - before)
+
+    def reload(self) -> None:
+        """Take the moments back, if they were moved."""
+        for (each, name), (size, copy) in self._host.items():
+            moment = held(self.optimizer.state[each][name])
+            moment.untyped_storage().resize_(size)
+            moment.copy_(copy, non_blocking=True)
+        if self._host:
+            torch.cuda.synchronize()
+        self._host = {}

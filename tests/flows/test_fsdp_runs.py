@@ -1,0 +1,69 @@
+"""A whole run with FSDP's trainer: killed, started again, replayed, with the same samples and weights as an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.connectors.huggingface.tiny import build_tiny_model
+from tests.support.flow_runs import Workplace, trained
+
+GAP = 1e-5  # nats a token, of float32
+
+
+def weights(run: Path) -> bytes:
+    return (run / "exports" / "000003" / "model.safetensors").read_bytes()
+
+
+def build(folder: Path, family: str) -> None:
+    """The tiny model, or one of a family that core.families does not know, with its tokenizer."""
+    import transformers
+
+    build_tiny_model(folder, tie_word_embeddings=False)
+    if family == "gemma3":
+        own = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.Gemma3TextConfig(
+            vocab_size=own.vocab_size,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=own.max_position_embeddings,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
+            eos_token_id=own.eos_token_id,
+            pad_token_id=own.pad_token_id,
+            bos_token_id=own.bos_token_id,
+        )
+        transformers.set_seed(0)
+        transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_run_trains_with_fsdp_and_goes_on_after_a_stop(
+    workplace: Workplace, tmp_path: Path, family: str
+) -> None:
+    build(tmp_path / "model", family)
+    here = ["trainer.kind=fsdp", f"model.path={tmp_path}/model", f"sync.max_logprob_gap={GAP}"]
+    plain = tmp_path / "plain"
+    assert "3 iterations complete, 3 of them now" in workplace.train(plain, *here)
+    assert len(trained(plain / "a")) == 3 * 32
+    for index in range(3):
+        steps = json.loads((plain / f"a/iterations/{index:06d}/step.json").read_text())["steps"]
+        assert steps[0]["logprob_gap_mean"] < GAP
+    assert weights(plain / "a") != (tmp_path / "model" / "model.safetensors").read_bytes()
+    out = workplace.call("replay", "a", "--root", str(plain), "--from", "2", "--to", "3")
+    assert "every weight equals the export after iteration 3, bit for bit" in out
+
+    stopped = tmp_path / "stopped"
+    beside = ["checkpoint.background=true", "sync.kind=broadcast", "sync.bucket_mib=1"]
+    process = workplace.train(stopped, *here, *beside, "run.iterations=2")
+    assert "2 iterations complete, 2 of them now" in process
+    assert "3 iterations complete, 1 of them now" in workplace.train(stopped, *here, *beside)
+    assert trained(stopped / "a") == trained(plain / "a")
+    assert weights(stopped / "a") == weights(plain / "a")
