@@ -17,9 +17,11 @@ from torch import Tensor
 from millrace.connectors.engines.embedded.adapters import Adapter, read_adapter
 from millrace.connectors.engines.embedded.model import (
     DTYPES,
-    Decoder,
+    AnyDecoder,
+    AnyWeights,
     ModelError,
-    Weights,
+    make_decoder,
+    make_weights,
     read_shape,
     read_tensors,
 )
@@ -35,6 +37,7 @@ from millrace.connectors.engines.embedded.slots import Request, Slots
 from millrace.connectors.engines.embedded.text import Text
 from millrace.connectors.engines.embedded.tower import tower_of
 from millrace.connectors.host.torch_trace import TorchTrace
+from millrace.core.families.architecture import Architecture
 from millrace.core.families.routed_experts import RoutingFormat
 
 
@@ -69,9 +72,9 @@ class Engine:
         """
         self.folder = Path(folder)
         self.shape = read_shape(self.folder)
-        self.routing = RoutingFormat.of(self.shape)
+        self.routing = RoutingFormat.of(self.shape) if isinstance(self.shape, Architecture) else None
         tensors = read_tensors(self.folder, self.shape, None if dtype == "auto" else DTYPES[dtype])
-        self.decoder = Decoder(Weights(self.shape, tensors))
+        self.decoder: AnyDecoder = make_decoder(make_weights(self.shape, tensors, self.folder))
         self.text = Text(self.folder)
         self.weight_version = weight_version
         self.tower = tower_of(self.folder, self.decoder)
@@ -208,9 +211,10 @@ class Engine:
         self._slots.forget_prompts()
         return True
 
-    def replace_weights(self, weights: Weights, version: str) -> None:
+    def replace_weights(self, weights: AnyWeights, version: str) -> None:
         """Serve these weights from the next step on."""
-        self.decoder.weights = weights
+        decoder: Any = self.decoder  # both kinds hold theirs so
+        decoder.weights = weights
         self.weight_version = version
         self._slots.forget_prompts()
 
@@ -221,10 +225,12 @@ class Engine:
         if shape != self.shape:
             raise ModelError(f"{folder}: its config.json describes another model than the one served")
         tensors = read_tensors(path, shape, self.decoder.weights.dtype)
-        self.replace_weights(Weights(shape, tensors), version or self.weight_version)
+        self.replace_weights(make_weights(shape, tensors, self.folder), version or self.weight_version)
 
     def read_adapter(self, name: str, folder: str) -> Adapter:
         """The adapter in a PEFT folder. Needs no `call`. Raises RequestError if it does not fit the model."""
+        if not isinstance(self.shape, Architecture):
+            raise RequestError(f"lora_path: adapters of the family {self.shape.family} are not served")
         return read_adapter(name, Path(folder), self.shape, self.decoder.weights.dtype)
 
     def load_adapter(self, adapter: Adapter) -> None:

@@ -16,15 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millrace.connectors.engines.embedded.adapters import NO_ADAPTERS, Adapter, RowAdapters
+from millrace.connectors.engines.embedded.by_transformers import (
+    TextShape,
+    TransformersDecoder,
+    TransformersWeights,
+    stored_tensors,
+    text_shape,
+)
 from millrace.connectors.engines.embedded.delta_net import DeltaWeights, empty_memory
 from millrace.connectors.engines.embedded.seen_images import SeenImages
 from millrace.core.errors import ConfigError
-from millrace.core.families.architecture import Architecture, architecture
-from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.architecture import Architecture
 from millrace.core.families.decoder import GATE_SLOPE, HEAD, LATENT_EPS
 from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.registry import family_named
 from millrace.core.families.tensors import stored_names, tensor_shapes
+from millrace.core.families.unknown import shape_of
 
 ROWS = 16  # with 8, some processors sum in another order than with more
 SPAN = 64  # positions per step of an attention span in decoding
@@ -58,19 +65,27 @@ class ModelError(ValueError):
     """A model folder that cannot be served; the message names the file."""
 
 
-def read_shape(folder: Path) -> Architecture:
-    """The architecture of a checkpoint folder. Raises ModelError if the engine cannot serve what its config.json says."""
+Shape = Architecture | TextShape
+
+
+def read_shape(folder: Path) -> Shape:
+    """The architecture of a checkpoint folder; of an unknown family, what transformers' model needs.
+
+    Raises ModelError if the engine cannot serve what its config.json says.
+    """
     try:
-        return architecture(read_hf_config(str(folder), FIELD))
+        return shape_of(str(folder), FIELD) or text_shape(folder, FIELD)
     except ConfigError as error:
         raise ModelError(str(error)) from error
 
 
-def read_tensors(folder: Path, shape: Architecture, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def read_tensors(folder: Path, shape: Shape, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The model's tensors from a checkpoint folder, as `dtype`; None: the stored dtype of the embedding.
 
     Raises ModelError naming the first tensor that is missing, unexpected or does not fit.
     """
+    if isinstance(shape, TextShape):
+        return stored_tensors(folder, dtype)
     try:
         folder_tensors = FolderTensors(str(folder), shape, FIELD)
         tensors = {name: folder_tensors[name] for name in folder_tensors.stored}
@@ -172,7 +187,7 @@ class Cache:
     A delta net layer has its window and state instead, which have no positions.
     """
 
-    def __init__(self, shape: Architecture, slots: int, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Shape, slots: int, capacity: int, dtype: torch.dtype) -> None:
         self.capacity, self.slots = capacity, slots
         self._delta = shape.delta_layers
         size = (slots, shape.kv_heads, capacity)
@@ -214,6 +229,11 @@ class Cache:
 
 class Decoder:
     """Prefill and decode."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of keys and values."""
+        return self.weights.dtype
 
     def __init__(self, weights: Weights) -> None:
         self.shape = weights.shape
@@ -456,6 +476,22 @@ class Decoder:
         scores = F.linear(x, layer["router"], layer["router_bias"]).float().softmax(-1)
         top, chosen = scores.topk(s.experts_used, dim=-1)
         return top / top.sum(-1, keepdim=True) if s.norm_topk else top, chosen
+
+
+AnyWeights = Weights | TransformersWeights
+AnyDecoder = Decoder | TransformersDecoder
+
+
+def make_weights(shape: Shape, tensors: dict[str, Tensor], folder: Path) -> AnyWeights:
+    """The weights of a model in this form. folder: of the model that is served."""
+    if isinstance(shape, TextShape):
+        return TransformersWeights(shape, tensors, folder)
+    return Weights(shape, tensors)
+
+
+def make_decoder(weights: AnyWeights) -> AnyDecoder:
+    """What computes with these weights."""
+    return TransformersDecoder(weights) if isinstance(weights, TransformersWeights) else Decoder(weights)
 
 
 def rounded_up(count: int, step: int) -> int:

@@ -21,8 +21,8 @@ from millrace.connectors.engines.embedded.model import (
     PREFILL_SPAN,
     ROWS,
     SPAN,
+    AnyDecoder,
     Cache,
-    Decoder,
     Pair,
     rounded_up,
 )
@@ -98,9 +98,9 @@ class _Prefix:
 class Slots:
     """The running requests and their cache."""
 
-    def __init__(self, decoder: Decoder, *, max_running: int, max_total_tokens: int) -> None:
+    def __init__(self, decoder: AnyDecoder, *, max_running: int, max_total_tokens: int) -> None:
         self.running: list[Request] = []
-        self.cache = Cache(decoder.shape, 0, 0, decoder.weights.dtype)
+        self.cache = Cache(decoder.shape, 0, 0, decoder.cache_dtype)
         self._decoder = decoder
         self._max_running = max_running
         self._max_total_tokens = max_total_tokens
@@ -183,7 +183,7 @@ class Slots:
         if capacity == old.capacity and slots <= have:
             return
         room = self._max_total_tokens // capacity // ROWS * ROWS
-        dtype = self._decoder.weights.dtype
+        dtype = self._decoder.cache_dtype
         self.cache = Cache(self._decoder.shape, max(slots, min(have, room)), capacity, dtype)
         self.cache.take(old, busy)
 

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from millrace.connectors.engines.embedded.body import read_json
 from millrace.connectors.engines.embedded.engine import Engine
-from millrace.connectors.engines.embedded.model import ModelError, Weights
+from millrace.connectors.engines.embedded.model import ModelError, make_weights
 from millrace.connectors.engines.embedded.sampling import RequestError, whole
 
 TIMEOUT = timedelta(seconds=60)
@@ -217,7 +217,9 @@ class WeightRoutes:
             self.snapshot = {name: tensor.clone() for name, tensor in held.items()}
         elif action == "reset_tensors":
             zeroed = {name: tensor.new_zeros(tensor.shape) for name, tensor in held.items()}
-            self.engine.replace_weights(Weights(self.engine.shape, zeroed), self.engine.weight_version)
+            self.engine.replace_weights(
+                make_weights(self.engine.shape, zeroed, self.engine.folder), self.engine.weight_version
+            )
         else:
             differing = [
                 name for name, tensor in held.items() if not tensor.equal(self.snapshot.get(name, tensor[:0]))
@@ -243,7 +245,8 @@ class WeightRoutes:
             held = engine.decoder.weights.tensors
             merged = held | {name: tensor.to(held[name].dtype) for name, tensor in tensors.items()}
             engine.replace_weights(
-                Weights(engine.shape, merged), engine.weight_version if version is None else str(version)
+                make_weights(engine.shape, merged, engine.folder),
+                engine.weight_version if version is None else str(version),
             )
 
         await self._call(replace, when_idle=True)
