@@ -14,7 +14,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from millrace.connectors.trainers.megatron.model import attention, dense_attention, logprobs
+from millrace.connectors.trainers.megatron.model import attention, dense_attention
+from millrace.connectors.trainers.ops import logprobs
 from millrace.core.contracts.task_records import StepRequest
 from tests.support import kernel_checks, trainer_ranks  # noqa: E402
 from tests.support.distances import distance  # noqa: E402

@@ -17,10 +17,9 @@ from millrace.connectors.trainers.megatron.model import (
     attention,
     dense_attention,
     expert_kernels,
-    fused,
     grouped_experts,
-    kernels,
 )
+from millrace.connectors.trainers.ops import fused, kernels
 from tests.support.distances import distance
 
 

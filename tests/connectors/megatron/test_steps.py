@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.connectors.trainers.megatron.process.distributed import cpu_threads
+from millrace.connectors.trainers.process import cpu_threads
 from millrace.core.contracts.task_records import StepRequest
 from millrace.core.logprob_gap import LogprobGuard
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
