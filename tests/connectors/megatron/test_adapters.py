@@ -171,7 +171,7 @@ def saved(rank: Any) -> set[str]:
         items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
         return set().union(*map(found, items))
 
-    return found(rank.learner.sharded_state(loading=False))
+    return found(rank.learner._sharded_state(loading=False))
 
 
 def test_a_checkpoint_holds_adapters_and_loads_under_another_layout(

@@ -243,7 +243,10 @@ def test_a_step_of_another_algorithm_is_not_made_again_by_this_trainer(
 
 
 def common_state(rank: Any) -> dict[str, Any]:
-    return dict(rank.learner.common_state())
+    return {
+        "schedule": rank.learner.policy.schedule.state_dict(),
+        "algorithm": rank.learner.algorithm_state(),
+    }
 
 
 def test_a_checkpoint_holds_of_settings_only_what_a_load_leaves_aside(
