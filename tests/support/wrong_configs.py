@@ -267,6 +267,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("parts of layers again for FSDP", ["trainer.kind=fsdp", "trainer.recompute=selective"], "trainer.recompute"),
     ("a whole optimizer for FSDP", ["trainer.kind=fsdp", "trainer.optimizer.distributed=false"],
      "trainer.optimizer.distributed"),
+    ("the optimizer on FSDP's host", ["trainer.kind=fsdp", "trainer.optimizer.offload=0.5"], "trainer.optimizer.offload"),
     ("a critic for FSDP", ["trainer.kind=fsdp", "algorithm.preset=ppo"], "algorithm.advantage.kind"),
     ("experts for FSDP", ["trainer.kind=fsdp", "rollout.routing_replay=true"], "rollout.routing_replay"),
     ("no such trainer", ["trainer.rank=no.such.module:Rank"], "trainer.rank"),
