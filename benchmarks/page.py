@@ -34,6 +34,7 @@ CHOSEN = (
 NOT_BENCHMARKS = {
     "__init__",
     "engines",
+    "expert_parallel",
     "expert_parts",
     "offload",
     "generating",
@@ -41,6 +42,7 @@ NOT_BENCHMARKS = {
     "batch_rows",
     "rows",
     "tails",
+    "kernel_profile",
     "kept",
     "killed_driver",
     "page",

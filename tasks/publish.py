@@ -56,7 +56,7 @@ READ = {  # columns of parts for the account and the metrics. Tokens and log-pro
 LARGEST = ("logprob_gap_max", "staleness_max")  # the steps' largest value is reported
 SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "mfu", "entropy"),
-    *("moe_aux_loss", "moe_z_loss"),
+    *("moe_aux_loss", "moe_z_loss", "expert_imbalance", "expert_wait"),
 )
 
 

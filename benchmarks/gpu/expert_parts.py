@@ -32,13 +32,13 @@ def compared(
     figures: dict[str, Any] = {}
     tokens = sum(lengths)
     numbers = iter(range(first, first + 100))
-    pack = _pack(rank, lengths)
+    pack = pack_of(rank, lengths)
     for way, context, steps in (("grouped", nullcontext, 6), ("one by one", one_by_one, 3)):
         with attempt(f"{way}: step", figures), context():
             seconds = statistics.median([step(next(numbers)) for _ in range(steps)][1:])
             _say(figures, f"{way}: step", seconds, work[0], tokens, peak)
         with attempt(f"{way}: layers", figures), context():
-            seconds = _milliseconds(lambda: _layers(rank, pack)) / 1e3
+            seconds = _milliseconds(lambda: layers_alone(rank, pack)) / 1e3
             rank.learner.policy.zero_grad()
             _say(figures, f"{way}: layers", seconds, work[1], tokens, peak)
     for what in ("step", "layers"):
@@ -87,7 +87,7 @@ def _milliseconds(turn: Callable[[], Any]) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def _pack(rank: Any, lengths: list[int]) -> Any:
+def pack_of(rank: Any, lengths: list[int]) -> Any:
     """A pack of random tokens, whose responses are a token each."""
     import numpy as np
 
@@ -113,7 +113,7 @@ def _hidden(rank: Any, pack: Any) -> Any:
     )
 
 
-def _layers(rank: Any, pack: Any) -> None:
+def layers_alone(rank: Any, pack: Any) -> None:
     """A forward and a backward pass without the head."""
     hidden = _hidden(rank, pack)
     hidden.backward(hidden.detach())

@@ -24,17 +24,10 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.6b": {"hidden": 1024, "ffn": 3072, "layers": 28, "heads": 16},
     "1.7b": {"hidden": 2048, "ffn": 6144, "layers": 28, "heads": 16},
     "4b": {"hidden": 2560, "ffn": 9728, "layers": 36, "heads": 32},
-    # four layers of Qwen3-30B-A3B, whose optimizer state fits one GPU
-    "30b-a3b-4": {
-        "hidden": 2048,
-        "ffn": 6144,
-        "layers": 4,
-        "heads": 32,
-        "kv_heads": 4,
-        "experts": 128,
-        "expert_ffn": 768,
-    },
 }
+# layers of Qwen3-30B-A3B: the optimizer state of four fits one GPU, that of twelve two
+A3B = {"hidden": 2048, "ffn": 6144, "heads": 32, "kv_heads": 4, "experts": 128, "expert_ffn": 768}
+SHAPES |= {f"30b-a3b-{layers}": {**A3B, "layers": layers} for layers in (4, 12)}
 VOCAB = 151936
 SGLANG = {
     "attention_backend": "triton",

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu.trainer [--shape 0.6b] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
                                      [--sides millrace fsdp huggingface] [--recompute none] [--profile 2048] [--out FILE]
     python -m benchmarks.gpu.trainer --shape 30b-a3b-4
+    python -m benchmarks.gpu.trainer --shape 30b-a3b-4 --ep 2 [--offload 1]
     python -m benchmarks.gpu.trainer --shape 1.7b --offload 0,0.5,1
 
 Both make the same GRPO step (clipped ratio, gradient clipping at 1, AdamW) on the same random tokens with random bf16
@@ -15,7 +16,8 @@ Each figure is the median of the steps after two that warm up, the device's queu
 A mixture of experts is measured at 2,048 tokens, without Hugging Face: with grouped products, then with its experts one after the
 other. Both steps, the layers alone and parts of a layer are in the table, as are each layer's most rows of an expert over the mean.
 
-With --offload it measures nothing else: the step at each fraction of trainer.optimizer.offload, of one pack of 16,384 tokens.
+With --ep it measures expert parallel ranks, a GPU each, of as many tokens each as above; also with --offload, a fraction then.
+Otherwise with --offload it measures nothing else: the step at each fraction of trainer.optimizer.offload, of one pack of 16,384 tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +29,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,37 @@ def is_mixture(hf: Any) -> bool:
     return getattr(hf, "num_experts", 0) > 0
 
 
+def rank_config(
+    model: Path,
+    tokens: int,
+    recompute: str,
+    optimizer: dict[str, Any],
+    *,
+    saves: bool = False,
+    **trainer: Any,
+) -> dict[str, Any]:
+    """The configuration of ranks. optimizer, trainer: fields of trainer.optimizer and of trainer."""
+    from millrace.core.config import RunConfig
+
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "benchmark", "iterations": 1000},
+            "model": {"path": str(model), "dtype": "bfloat16"},
+            "data": {"sources": [{"path": "none"}]},
+            "trainer": {
+                "device": "cuda",
+                "max_pack_tokens": tokens,
+                "recompute": recompute,
+                "optimizer": {"lr": 1e-5, **optimizer},
+                **trainer,
+            },
+            "algorithm": {"aggregation": "token_mean"},
+            "checkpoint": {"background": saves},
+        }
+    )
+    return config.model_dump(mode="json")
+
+
 class Millrace:
     """The trainer, one rank on NCCL; a step reads its batch from a file, as in a run."""
 
@@ -112,26 +143,10 @@ class Millrace:
         optimizer: fields of trainer.optimizer.
         """
         from millrace.connectors.trainers.chosen import KINDS as TRAINERS
-        from millrace.core.config import RunConfig
 
         self.scratch, self.version = scratch, 0
-        config = RunConfig.model_validate(
-            {
-                "run": {"name": "benchmark", "iterations": 1000},
-                "model": {"path": str(model), "dtype": "bfloat16"},
-                "data": {"sources": [{"path": "none"}]},
-                "trainer": {
-                    "kind": kind,
-                    "device": "cuda",
-                    "max_pack_tokens": tokens,
-                    "recompute": recompute,
-                    "optimizer": {"lr": 1e-5, **optimizer},
-                },
-                "algorithm": {"aggregation": "token_mean"},
-                "checkpoint": {"background": saves},
-            }
-        )
-        self.rank = TRAINERS[kind](config.model_dump(mode="json"), 0, 1)
+        config = rank_config(model, tokens, recompute, optimizer, saves=saves, kind=kind)
+        self.rank = TRAINERS[kind](config, 0, 1)
         self.rank.setup(self.rank.address())
 
     def prepare(self, rows: list[dict[str, Any]]) -> str:
@@ -238,64 +253,6 @@ def measure(
     return figures
 
 
-KINDS: list[tuple[str, tuple[str, ...]]] = [
-    ("grouped products", ("groupproblemshape", "grouped_gemm")),
-    ("rows of experts", ("_take_rows", "_sum_rows", "searchsorted")),
-    ("attention", ("flash", "fmha", "sdpa", "cudnn_generated", "attn")),
-    ("optimizer", ("multi_tensor_apply", "adam")),
-    ("log-probabilities", ("_softmax_sums", "_softmax_gradient", "softmax", "cross_entropy", "nll")),
-    ("norms, heads, activation", ("_norm_", "_heads_", "_silu_", "rms", "layer_norm", "_put_rows")),
-    ("matrix products", ("gemm", "nvjet", "cutlass", "xmma", "splitk")),
-    ("embedding", ("embedding", "radixsort", "indexing", "index", "scatter", "gather")),
-    ("communication", ("nccl",)),
-    ("copies and fills", ("memcpy", "memset", "fill", "copy")),
-    ("reductions", ("reduce",)),
-]
-
-
-def kind_of(kernel: str) -> str:
-    """Which row of the table a kernel belongs to."""
-    lower = kernel.lower()
-    return next((kind for kind, marks in KINDS if any(mark in lower for mark in marks)), "other elementwise")
-
-
-def profile(step: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds of the device by kind of kernel, and the heaviest kernels, in one step."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as watched:
-        step()
-        torch.cuda.synchronize()
-    by_kernel: dict[str, list[float]] = defaultdict(lambda: [0, 0])
-    spans = []
-    for event in watched.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
-            event, "is_user_annotation", False
-        ):
-            by_kernel[event.name][0] += event.time_range.elapsed_us() / 1e3
-            by_kernel[event.name][1] += 1
-            spans.append((event.time_range.start, event.time_range.end))
-    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0])
-    for name, (ms, calls) in by_kernel.items():
-        kinds[kind_of(name)][0] += ms
-        kinds[kind_of(name)][1] += calls
-    heaviest = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:40]
-    figures = {
-        "span_ms": (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e3,
-        "busy_ms": sum(ms for ms, _ in by_kernel.values()),
-        "kinds_ms": {kind: round(ms, 2) for kind, (ms, _) in sorted(kinds.items(), key=lambda i: -i[1][0])},
-        "kinds_calls": {kind: calls for kind, (_, calls) in kinds.items()},
-        "kernels": [{"name": n[:120], "ms": round(ms, 3), "calls": c} for n, (ms, c) in heaviest],
-    }
-    print(
-        f"profile: busy {figures['busy_ms']:.1f} of {figures['span_ms']:.1f} ms",
-        figures["kinds_ms"],
-        flush=True,
-    )
-    return figures
-
-
 def options_of_call() -> argparse.Namespace:
     """The command line's options; what is measured by default depends on the shape."""
     from benchmarks.gpu.shapes import SHAPES
@@ -308,6 +265,7 @@ def options_of_call() -> argparse.Namespace:
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--sides", nargs="+", help="millrace huggingface when not given")
     parser.add_argument("--profile", type=int, nargs="*", help="lengths to profile")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--offload", help="fractions of trainer.optimizer.offload, such as 0,0.5,1")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
@@ -316,6 +274,31 @@ def options_of_call() -> argparse.Namespace:
     options.sides = options.sides or (["millrace"] if options.mixture else ["millrace", "huggingface"])
     options.profile = options.profile or ([2048] if options.mixture else [])
     return options
+
+
+def expert_parallel(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """The step of expert parallel ranks, with a fraction of the optimizer on the host if asked for."""
+    from benchmarks.batch_rows import write_batch
+    from benchmarks.gpu.expert_parallel import Job, measured
+    from benchmarks.gpu.shapes import model_config, model_folder
+
+    model = model_folder(options.shape, scratch / options.shape)
+    hf = model_config(options.shape)
+    lengths = lengths_of(options.tokens, options.lengths[0])
+    batches = [
+        write_batch(scratch / f"step-{n}", make_rows(n, lengths * options.ep))
+        for n in range(1, options.steps + 4)
+    ]
+    config = rank_config(
+        model,
+        options.tokens,
+        options.recompute,
+        {"offload": float(options.offload or 0)},
+        world_size=options.ep,
+        parallel={"expert": options.ep},
+    )
+    work = operations(hf, lengths), layers_operations(hf, lengths)
+    return measured(Job(config, batches, lengths, work, PEAK))
 
 
 def fractions(options: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
@@ -342,6 +325,7 @@ def main() -> None:
     import torch
 
     from benchmarks.gpu.expert_parts import compared
+    from benchmarks.gpu.kernel_profile import profile
 
     report: dict[str, Any] = {
         "command": command_line(),
@@ -353,6 +337,10 @@ def main() -> None:
         "profiles": [],
     }
     with tempfile.TemporaryDirectory() as scratch:
+        if options.ep > 1:
+            report |= expert_parallel(options, Path(scratch))
+            _keep(report, options.out)
+            return
         started = time.perf_counter()
         hf_model = make_model(options.shape, Path(scratch) / "model")
         hf = hf_model.config
@@ -406,16 +394,19 @@ def main() -> None:
 
                     report["experts"] = compared(side.rank, whole, lengths, work, number, PEAK)
                     number += 100
-                if options.out:
-                    options.out.write_text(json.dumps(report, indent=1) + "\n")
+                _keep(report, options.out)
             side.close()
             if name == "huggingface":
                 del hf_model
             del side
             gc.collect()
             torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    _keep(report, options.out)
+
+
+def _keep(report: dict[str, Any], file: Path | None) -> None:
+    if file:
+        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

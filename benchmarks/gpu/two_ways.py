@@ -51,7 +51,7 @@ def main() -> None:
         results = context.Queue()
         arguments = (options, str(model), scratch, context.Queue(), results)
         ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(options.ranks)]
-        for process, gpu in zip(ranks, _gpus(options), strict=True):
+        for process, gpu in zip(ranks, gpus_of(options.device, options.ranks), strict=True):
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # its imports may ask CUDA what there is
             process.start()
         for process in ranks:
@@ -65,15 +65,15 @@ def main() -> None:
         options.out.write_text(text + "\n")
 
 
-def _gpus(options: argparse.Namespace) -> list[str]:
+def gpus_of(device: str, ranks: int) -> list[str]:
     """The GPU that each rank sees."""
-    if options.device == "cpu":
-        return [""] * options.ranks
+    if device == "cpu":
+        return [""] * ranks
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(rank) for rank in range(options.ranks)]
-    if len(gpus) < options.ranks:
-        raise SystemExit(f"--ranks {options.ranks}: CUDA_VISIBLE_DEVICES={visible} names fewer GPUs")
-    return gpus[: options.ranks]
+    gpus = visible.split(",") if visible else [str(rank) for rank in range(ranks)]
+    if len(gpus) < ranks:
+        raise SystemExit(f"{ranks} ranks: CUDA_VISIBLE_DEVICES={visible} names fewer GPUs")
+    return gpus[:ranks]
 
 
 def _model(shape: str, folder: Path) -> Path:

@@ -158,8 +158,8 @@ class LogprobPasses(Protocol):
         tokens, samples: of the whole step.
         """
 
-    def agreement(self) -> Metrics:
-        """The share of the replayed experts that the routers would have chosen themselves; empty without any."""
+    def expert_metrics(self) -> Metrics:
+        """How full experts are, how long their ranks wait, and how many replayed ones the routers would have chosen; empty without experts."""
 
 
 class ValuePasses(Protocol):

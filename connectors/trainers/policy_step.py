@@ -73,7 +73,7 @@ def policy_step(
             forward_only=forward_only,
             on_launched=None if forward_only else on_launched,
         )
-    add_sums(sums, to_numbers(passes.agreement()))
+    add_sums(sums, to_numbers(passes.expert_metrics()))
 
 
 def _token_batch(

@@ -872,7 +872,7 @@ ONLY_MEASURED = {
     r"train/kl": "no file holds the reference's log-probabilities",
     r"train/teacher_kl": "no file holds the policy's log-probabilities of the teacher's tokens",
     r"train/(value_\w+|return_mean|critic_lr)": "no file holds the critic's values",
-    r"train/(moe_\w+_loss|routing_agreement)": "no file holds what the routers gave",
+    r"train/(moe_\w+_loss|routing_agreement|expert_imbalance|expert_wait)": "no file holds what the routers gave",
     r"train/too_old_share": "no run of the test leaves tokens out by their age",
     r"train/of_the_users": "it is of a loss that a user wrote",
     r"sync/prompt_gap": "of texts that the engines score at the sync",

@@ -94,8 +94,8 @@ class FsdpPasses(Passes):
         """Routers have no losses here."""
         return contextlib.nullcontext()
 
-    def agreement(self) -> Metrics:
-        """Empty: no experts are replayed."""
+    def expert_metrics(self) -> Metrics:
+        """Empty: routers are those of the Hugging Face model."""
         return {}
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from millrace.connectors.trainers import patches
 from millrace.connectors.trainers.megatron.model.attention import PackBounds
+from millrace.connectors.trainers.megatron.model.expert_loads import load_metrics
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.model.wider import computing_wider
 from millrace.connectors.trainers.megatron.process.distributed import model_context, rank_place
@@ -208,16 +209,17 @@ class LogprobForwardBackward(ForwardBackward):
             yield
         add_sums(sums, to_numbers(losses.metrics()))
 
-    def agreement(self) -> Metrics:
-        """The share of the replayed experts that the routers would have chosen themselves; empty without any.
+    def expert_metrics(self) -> Metrics:
+        """How full experts are, how long their ranks wait, and the share of replayed ones that the routers would have chosen.
 
         Each rank has other tokens or layers, so that all ranks report.
         """
+        metrics = load_metrics(self.inner.expert_loads)
         counts = [count for each in self.inner.agreements if (count := each.take()) is not None]
         if not counts:
-            return {}
+            return metrics
         same, every = (torch.stack(parts).sum() for parts in zip(*counts, strict=True))
-        return {"routing_agreement": (same, every)}
+        return metrics | {"routing_agreement": (same, every)}
 
 
 class ValueForwardBackward(ForwardBackward):

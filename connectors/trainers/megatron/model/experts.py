@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.expert_exchange import exchanged
+from millrace.connectors.trainers.megatron.model.expert_loads import ExpertLoads
 from millrace.connectors.trainers.megatron.model.expert_rows import (
     ExpertRows,
     choices,
@@ -43,6 +44,10 @@ def one_by_one() -> Iterator[None]:
 class ExpertsLayer(MoELayer):
     """megatron's layer with millrace's way of tokens to experts and back."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.loads = ExpertLoads()
+
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[T, 1, H] -> [T, 1, H]."""
         if self.moe_layer_recompute:
@@ -57,13 +62,21 @@ class ExpertsLayer(MoELayer):
         x, weights = hidden_states.view(-1, hidden_states.shape[-1]), probs.gather(1, chosen)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         ranks = self.token_dispatcher
+        counts = torch.is_grad_enabled()  # recomputed layers come twice, first without gradients
+        if counts:
+            self.loads.add(routing_map)
         compute = partial(mixture, experts=self.experts)
         if ranks.ep_size == ranks.tp_size == 1:
             out = compute(x, weights, chosen)
         else:
-            out = exchanged(x, weights, chosen, ranks, self.local_expert_indices, compute)
+            seen = self.loads.add_meeting if counts and ranks.ep_size > 1 else _not_counted
+            out = exchanged(x, weights, chosen, ranks, self.local_expert_indices, compute, seen)
         out = out.view(hidden_states.shape)
         return out if shared is None else out + shared
+
+
+def _not_counted(_: Tensor) -> None:
+    """A pass without gradients, or ranks of which each has a part of every expert."""
 
 
 def mixture(x: Tensor, weights: Tensor, chosen: Tensor, experts: SequentialMLP) -> Tensor:

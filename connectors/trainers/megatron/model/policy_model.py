@@ -24,6 +24,7 @@ from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
 from millrace.connectors.trainers.megatron.model.delta_net import PackedDeltaNet
+from millrace.connectors.trainers.megatron.model.expert_loads import ExpertLoads
 from millrace.connectors.trainers.megatron.model.experts import ExpertsLayer
 from millrace.connectors.trainers.megatron.model.latent_attention import LatentCore, PackedLatentAttention
 from millrace.connectors.trainers.megatron.model.layers import (
@@ -134,6 +135,11 @@ class RankModel(torch.nn.Module):
     def agreements(self) -> list[RoutingAgreement]:
         """What the routers of all stages have counted."""
         return [part.agreement for part in self.modules() if isinstance(part, PackRouter)]
+
+    @property
+    def expert_loads(self) -> list[ExpertLoads]:
+        """What the layers with experts of all stages have counted."""
+        return [part.loads for part in self.modules() if isinstance(part, ExpertsLayer)]
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The sharded state of all stages, by the names of `state_dict`; with adapters only theirs."""
