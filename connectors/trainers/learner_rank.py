@@ -262,7 +262,7 @@ class LearnerRank(RankWeights):
         self._check_version(version - 1, f"and cannot make passes of step {version}")
         store, name = split_url(url)
         with self._working("train"):
-            rows = read_rows(store.read_table(name, "batch", sha256=sha256))
+            rows = read_rows(store.read_table(name, "batch", sha256=sha256), images=self.config.trains_images)
             return self.chunks.add(version, number, rows)
 
     def _check_made_of(self, step: StepRequest) -> None:
@@ -391,7 +391,12 @@ class LearnerRank(RankWeights):
         if self._rows is None or self._rows[0] != (url, sha256):
             store, name = split_url(url)
             table = store.read_table(name, "batch", sha256=sha256)
-            rows = read_rows(table, self.config.trainer.passes, keeps_cache=self.config.pipeline.keeps_cache)
+            rows = read_rows(
+                table,
+                self.config.trainer.passes,
+                keeps_cache=self.config.pipeline.keeps_cache,
+                images=self.config.trains_images,
+            )
             self._rows = (url, sha256), rows
         return self._rows[1]
 

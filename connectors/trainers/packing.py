@@ -3,6 +3,7 @@
 Owns which rank gets which sample, padding, and context parallel order. Knows nothing of losses.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,7 @@ from millrace.connectors.trainers.batching import plan_packs
 from millrace.connectors.trainers.place import RankPlace
 from millrace.core.accounts.staleness import token_ages
 from millrace.core.config import RunConfig
+from millrace.core.contracts.images import image_names
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.routed_experts import RoutingFormat
 
@@ -45,6 +47,7 @@ class BatchRow:
     ages: Ints | None = None  # [response tokens] see millrace.core.accounts.staleness.token_ages; None: all 0
     engine_id: str = ""  # the engine that made its last tokens
     routed: bytes | None = None  # experts of its first tokens, as core.families.routed_experts stores them
+    images: tuple[str, ...] = ()  # names of its prompt's pictures, if the trainer sees them
 
     @property
     def fed(self) -> int:
@@ -105,8 +108,10 @@ class Pack:
         return max(end - start for start, end in pairwise(self.bounds))
 
 
-def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) -> list[BatchRow]:
-    """The rows of a batch table, in its order. keeps_cache: see `_ages`."""
+def read_rows(
+    table: pa.Table, passes: int = 1, *, keeps_cache: bool = False, images: bool = False
+) -> list[BatchRow]:
+    """The rows of a batch table, in its order. keeps_cache: see `_ages`. images: whether their prompts may have pictures."""
     tokens, generated = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
     trained = _lists(table, "trained_mask", np.int8)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
@@ -127,6 +132,7 @@ def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) ->
         "routed_experts",
     ]
     plain = table.select(columns).to_pylist()
+    prompts = table.column("prompt").to_pylist() if images else []
     chosen = table.column("trained_mask").is_valid().to_pylist()
     asked = table.column("teacher_logprobs").is_valid().to_pylist()
     topped = table.column("teacher_top_tokens").is_valid().to_pylist()
@@ -150,6 +156,7 @@ def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) ->
             ages=_ages(row, first - 1, passes * (last - first + 1), keeps_cache),
             engine_id=row["engine_id"],
             routed=row["routed_experts"],
+            images=tuple(image_names(json.loads(prompts[i]))) if images else (),
         )
         for i, row in enumerate(plain)
     ]

@@ -150,6 +150,11 @@ class RunConfig(Section):
         return self.trainer.passes * self.steps_per_pass
 
     @property
+    def trains_images(self) -> bool:
+        """Whether prompts that are trained on may have pictures."""
+        return any(source.images_key for source in self.data.sources)
+
+    @property
     def generates(self) -> bool:
         """Whether the run has engines."""
         return not self.algorithm.supervised and self.pipeline.rollouts_from is None

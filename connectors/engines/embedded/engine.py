@@ -19,6 +19,7 @@ from millrace.connectors.engines.embedded.model import (
     DTYPES,
     AnyDecoder,
     AnyWeights,
+    Decoder,
     ModelError,
     make_decoder,
     make_weights,

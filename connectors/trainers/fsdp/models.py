@@ -42,6 +42,8 @@ class FsdpLearner(Learner):
         super().__init__(config, shape, device, place)
         self._mesh = init_device_mesh(device.type, (world,))
         model = shard(read_model(config, config.model.path, device), config, self._mesh, device)
+        if config.trains_images:
+            model.look(config, device)
         self.passes = FsdpPasses(config, model, place, device, self.temperature)
         self.reference = self._reference(model) if self.objective.needs_ref else None
         self.policy = TrainedFsdp(model, config, config.trainer.optimizer.lr)

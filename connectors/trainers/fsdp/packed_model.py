@@ -15,10 +15,12 @@ from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from millrace.connectors.trainers.fsdp import attention
+from millrace.connectors.trainers.fsdp.sight import Sight
 from millrace.connectors.trainers.ops.fused import rms_norm
 from millrace.connectors.trainers.packing import Pack
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, remedy_of
+from millrace.core.families.images import sees_images
 
 # norms of transformers with a plain weight, and nothing added to it
 PLAIN_NORMS = {
@@ -33,9 +35,13 @@ MAIN = torch.float32  # of the weights that the optimizer changes, and of their 
 class PackedModel(Module):
     """A causal language model whose loss is computed within its forward pass: FSDP gathers the output layer's weight only there."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, tower: Module | None = None) -> None:
+        """tower: of a model that sees pictures, which is left out of the model itself."""
         super().__init__()
         self.inner = inner
+        self.sees = tower is not None
+        self._tower = [tower]  # no part of the module: FSDP, optimizer and checkpoints have nothing of it
+        self.sight: Sight | None = None
         kinds = set(inner._no_split_modules or ())
         # the blocks that FSDP gathers one after another, in order; what is outside of them belongs to the root
         self.units = [part for part in inner.modules() if type(part).__name__ in kinds]
@@ -43,6 +49,8 @@ class PackedModel(Module):
 
     def forward(self, pack: Pack, loss: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of a pack's hidden states [T, 1, H], which are those before the output layer."""
+        if self.sees:
+            return loss(self._language(pack)[0][:, None])
         hidden = self.inner.base_model(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
@@ -51,6 +59,34 @@ class PackedModel(Module):
             longest=pack.longest,
         ).last_hidden_state
         return loss(hidden[0][:, None])
+
+    def look(self, config: RunConfig, device: torch.device) -> None:
+        """Let packs have pictures."""
+        assert self._tower[0] is not None, "the model sees pictures"
+        self.sight = Sight(config, self._tower[0], device)
+
+    def _language(self, pack: Pack) -> Tensor:
+        """Hidden states [1, T, H] of the language model beside a tower."""
+        embedded = self.inner.get_input_embeddings()(pack.input_ids)
+        positions = pack.position_ids.expand(4, -1)[:, None]
+        more: dict[str, Any] = {}
+        if self.sight is not None:
+            positions, places, features = self.sight.of(pack)
+            if features:
+                embedded = embedded.index_copy(1, places, features[0].to(embedded.dtype)[None])
+            if features[1:]:
+                more["visual_pos_masks"] = torch.zeros_like(pack.input_ids, dtype=torch.bool)
+                more["visual_pos_masks"][0, places] = True
+                more["deepstack_visual_embeds"] = list(features[1:])
+        hidden: Tensor = self.inner.model.language_model(
+            inputs_embeds=embedded,
+            position_ids=positions,
+            use_cache=False,
+            starts=pack.starts,
+            longest=pack.longest,
+            **more,
+        ).last_hidden_state
+        return hidden
 
     @property
     def head(self) -> Parameter:
@@ -71,11 +107,13 @@ def read_model(
 
     field: the setting that named the folder. Raises ConfigError if transformers cannot make the model or read its weights.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    seeing = sees_images(folder)
+    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     packed = device.type == "cuda" and config.dtype != "float32"
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
+        read: Any = kind.from_pretrained(
             folder,
             dtype="auto",
             attn_implementation=attention.register() if packed else "sdpa",
@@ -102,7 +140,10 @@ def read_model(
         raise ConfigError(
             f"its files have no {missing[0]}", where=f"{field} = {folder}", remedy="take a whole checkpoint"
         )
-    return PackedModel(inner.eval())  # dropout is never used: two passes of one token must agree
+    tower = inner.model.visual if seeing else None
+    if seeing:
+        inner.model.visual = None
+    return PackedModel(inner.eval(), tower)  # dropout is never used: two passes of one token must agree
 
 
 def shard(

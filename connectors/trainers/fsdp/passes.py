@@ -74,8 +74,10 @@ class FsdpPasses(Passes):
 
         others: also return log-probabilities [N, k] of the pack's other tokens.
         """
-        weight = self.model.head
-        return token_logprobs(
+        weight, sight = self.model.head, self.model.sight
+        marks = None if sight is None else torch.tensor(sight.rules.marks, device=pack.targets.device)
+        assert not (others and marks is not None), "teachers see no pictures"
+        found = token_logprobs(
             take_rows(hidden.squeeze(1), pack.places).to(weight.dtype),
             weight,
             pack.targets,
@@ -85,8 +87,11 @@ class FsdpPasses(Passes):
             chunk=self.config.trainer.logprob_chunk_tokens,
             entropy=entropy,
             entropy_gradient=entropy_gradient,
-            others=pack.others if others else None,
+            others=(pack.others if others else None)
+            if marks is None
+            else marks.expand(len(pack.targets), -1),
         )
+        return found if marks is None else _without(found)
 
     def router_losses(
         self, packs: Sequence[Pack], tokens: int, samples: int, sums: MetricSums
@@ -105,6 +110,17 @@ def _connected(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     if torch.is_grad_enabled() and not total.requires_grad:
         return total + hidden.sum() * 0
     return total
+
+
+def _without(found: TokenLogprobs) -> TokenLogprobs:
+    """The values of a distribution whose `others` have no probability: engines never sample what stands for pictures."""
+    assert found.others is not None
+    shares = found.others.exp()
+    left = torch.log1p(-shares.sum(-1))  # log of the probability of all other tokens
+    entropies = found.entropies
+    if entropies is not None:
+        entropies = (entropies + (shares * found.others).sum(-1)) / left.exp() + left
+    return TokenLogprobs(found.targets - left, entropies, None)
 
 
 @contextlib.contextmanager

@@ -68,6 +68,7 @@ class FsdpRank(LearnerRank):
 
         from millrace.connectors.trainers.fsdp.hf_weights import hf_tensors
         from millrace.connectors.trainers.weights.export_folder import write_tensors
+        from millrace.core.families.folder_tensors import FolderTensors
         from millrace.core.families.served_files import name_dtype, write_side_files
 
         model, source = self.learner.policy.inner, self.config.model.path
@@ -75,6 +76,10 @@ class FsdpRank(LearnerRank):
         for unit in hf_tensors(model, self._dtype):  # all ranks gather, rank 0 keeps
             if dist.get_rank() == 0:
                 tensors |= {name: tensor.to("cpu").clone() for name, tensor in unit.items()}
+        shape = self.learner.architecture
+        if dist.get_rank() == 0 and shape is not None:  # what no step changes, such as a tower
+            kept = FolderTensors(source, shape, whole=False)
+            tensors |= {name: kept[name] for name in kept.kept if name not in tensors}
         write_tensors(folder, tensors)
         if dist.get_rank() == 0:
             write_side_files(folder, source, served)

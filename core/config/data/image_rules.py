@@ -23,12 +23,13 @@ def problems(config: RunConfig) -> Iterator[Problem]:
                 "set it to true, or images_key to null",
             )
         if (place, source) in training:
-            yield Problem(
-                field,
-                source.images_key,
-                "trainers read text alone",
-                "set it to null, or give the rows to a set of evaluation.sets",
-            )
+            for other, reason in _untrained(config).items():
+                yield Problem(
+                    field,
+                    source.images_key,
+                    f"{other}: {reason}",
+                    f"set it to null, or {other} to another value",
+                )
         for other, reason in elsewhere.items():
             yield Problem(
                 field, source.images_key, f"{other}: {reason}", f"set it to null, or leave {other} out"
@@ -53,5 +54,20 @@ def _elsewhere(config: RunConfig) -> dict[str, str]:
         "pipeline.rollouts_from": "pictures are in the folder of the run that drew them"
         if config.pipeline.rollouts_from
         else "",
+    }
+    return {field: reason for field, reason in found.items() if reason}
+
+
+def _untrained(config: RunConfig) -> dict[str, str]:
+    """What trains on text alone, with the reason."""
+    t, a = config.trainer, config.algorithm
+    found = {
+        "trainer.kind": "megatron-core's trainer reads text alone: fsdp trains with pictures"
+        if t.by_megatron
+        else "",
+        "trainer.rank": "it gets tokens alone" if t.rank is not None else "",
+        "trainer.lora": "adapters beside pictures are not built" if t.lora is not None else "",
+        "algorithm.teacher": "a teacher sees no pictures" if a.teacher is not None else "",
+        "algorithm.reference": "another model has another tower" if a.reference is not None else "",
     }
     return {field: reason for field, reason in found.items() if reason}

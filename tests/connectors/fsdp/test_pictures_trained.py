@@ -1,0 +1,121 @@
+"""FSDP's trainer sees the pictures of prompts as plain Hugging Face models do, sample by sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from millrace.connectors.storage.images import Picture, StoredImages, picture_of
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.families.images import ImageRules, image_rules
+from tests.connectors.fsdp.test_fsdp_trainer import fsdp, gradients
+from tests.support.slow_members import slow_but
+from tests.support.tiny_vision import KINDS, VOCABULARY, build_tiny_vision, noise
+from tests.support.trainer_ranks import Workers, log_probabilities, samples, write_batch
+
+SEEN = (1, 0, 2, 1)  # pictures of the samples, in turns
+
+
+@pytest.fixture(scope="module", params=slow_but(KINDS, "qwen2_5_vl"))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_vision(tmp_path_factory.mktemp("model"), request.param, hidden=32)
+
+
+@pytest.fixture(scope="module")
+def rules(folder: Path) -> ImageRules:
+    return image_rules(str(folder))
+
+
+def stored(root: Path, rules: ImageRules) -> list[Picture]:
+    sizes = [(2, 1), (1, 2), (2, 2)]
+    found = [
+        picture_of(noise(w * rules.side, h * rules.side, seed), (w * rules.side, h * rules.side))
+        for seed, (w, h) in enumerate(sizes)
+    ]
+    StoredImages(RunFolder(str(root), "a").store).keep(found)
+    return found
+
+
+def rows(rules: ImageRules, pictures: list[Picture]) -> list[dict[str, Any]]:
+    """Samples whose prompts start with pictures."""
+    made = []
+    for number, row in enumerate(samples(1)):
+        seen = [pictures[(number + at) % len(pictures)] for at in range(SEEN[number % len(SEEN)])]
+        parts = [{"type": "image", "image": each.name} for each in seen]
+        ids = [token % 90 for token in row["tokens"]]
+        for each in reversed(seen):
+            ids[1:1] = [
+                rules.marks[2],
+                *[rules.token] * rules.tokens(each.width, each.height),
+                rules.marks[3],
+            ]
+        prompt = json.dumps([{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}])
+        made.append({**row, "tokens": ids, "prompt": prompt})
+    return made
+
+
+def plain(
+    folder: Path, rules: ImageRules, row: dict[str, Any], pictures: list[Picture], model: Any
+) -> Tensor:
+    """Log-probabilities of a sample's response tokens, of a forward pass of this sample alone."""
+    from millrace.connectors.storage.images import opened
+
+    ids = torch.tensor([row["tokens"]])
+    by_name = {each.name: each for each in pictures}
+    content = json.loads(row["prompt"])[0]["content"]
+    seen = [by_name[part["image"]] for part in content if part["type"] == "image"]
+    more: dict[str, Any] = {}
+    if seen:
+        more["pixel_values"] = torch.cat([torch.from_numpy(rules.patches(opened(each.png))) for each in seen])
+        more["image_grid_thw"] = torch.tensor([rules.grid(each.width, each.height) for each in seen])
+        more["mm_token_type_ids"] = (ids == rules.token).int()
+    logits = model(input_ids=ids, **more).logits[0]
+    never = torch.zeros(VOCABULARY)
+    never[list(rules.marks)] = -torch.inf
+    logprobs = (logits + never).log_softmax(-1)
+    length = row["response_length"]
+    return logprobs[-length - 1 : -1].gather(1, ids[0, -length:, None])[:, 0]
+
+
+def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
+    workers: Workers, folder: Path, rules: ImageRules, tmp_path: Path
+) -> None:
+    pictures = stored(tmp_path / "runs", rules)
+    made = rows(rules, pictures)
+    url = write_batch(tmp_path / "batch", made)
+    config = fsdp(folder, 2)
+    config["storage"]["root"] = str(tmp_path / "runs")
+    config["data"]["sources"][0]["images_key"] = "images"
+    with workers.group(config) as group:
+        found = group.run(log_probabilities, url)[0]
+        ours = group.run(gradients, url)[0]
+        group.call("export", str(tmp_path / "out"), 0)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    objective = torch.zeros(())
+    for row in made:
+        expected = plain(folder, rules, row, pictures, model)
+        assert np.allclose(found[row["sample_id"]], expected.detach().numpy(), atol=1e-5)
+        mask = torch.tensor(row["loss_mask"], dtype=torch.float32)
+        # the first step's ratio is 1, so that its gradient is the policy gradient's
+        objective = objective - (row["advantage"] * expected * mask).sum()
+    tokens = sum(sum(row["loss_mask"]) for row in made)
+    (objective / tokens).backward()
+    for name, each in model.named_parameters():
+        if "visual" in name:
+            assert name not in ours
+            continue
+        assert each.grad is not None
+        scale = (ours[name] * each.grad).sum() / each.grad.square().sum()
+        assert scale > 0
+        assert (ours[name] - scale * each.grad).norm() <= 1e-4 * ours[name].norm() + 1e-9, name
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
