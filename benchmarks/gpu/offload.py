@@ -40,7 +40,9 @@ def compared(
             _settle(device)
             steps.append({**metrics, "seconds": time.perf_counter() - begun})
             if number == 0 and first:
-                figures["first_step"] = differences(first, list(fp32_weights(side.rank)), device)
+                figures["first_step"] = differences(
+                    first, list(fp32_weights(side.rank)), device, learning_rate(side.rank)
+                )
             elif number == 0:
                 # .cpu() would copy nothing that is there already
                 first = [torch.empty_like(each, device="cpu").copy_(each) for each in fp32_weights(side.rank)]
@@ -73,13 +75,25 @@ def fp32_weights(rank: Any) -> Iterator[Tensor]:
             yield from (parameter.detach().flatten() for parameter in group["params"])
 
 
-def differences(before: Sequence[Tensor], after: Sequence[Tensor], device: str) -> dict[str, float]:
-    """The largest difference in units of a weight's last place, and the share of weights that differ at all."""
+def learning_rate(rank: Any) -> float:
+    """What AdamW changes a weight by at most in its first step."""
+    return max(
+        float(group["lr"]) for part in rank.optimizer.chained_optimizers for group in part.param_groups
+    )
+
+
+def differences(
+    before: Sequence[Tensor], after: Sequence[Tensor], device: str, step: float
+) -> dict[str, float]:
+    """The largest difference in units of the last place of what was added, and the share of weights that differ at all.
+
+    step: the largest change of a weight in an optimizer step. Where it takes a weight close to zero, the sum rounds in its place.
+    """
     largest, unequal, count = 0.0, 0, 0
     for one, other in zip(before, after, strict=True):
         here = one.to(device)
         gap = (here - other.to(device)).abs()
-        place = 2.0 ** here.abs().clamp(min=1e-30).log2().floor() * LAST_PLACE
+        place = 2.0 ** here.abs().clamp(min=step).log2().floor() * LAST_PLACE
         largest = max(largest, float((gap / place).max()))
         unequal += int((gap > 0).sum())
         count += gap.numel()

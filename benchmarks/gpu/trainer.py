@@ -306,6 +306,9 @@ def fractions(options: argparse.Namespace, scratch: Path) -> list[dict[str, Any]
     from benchmarks.batch_rows import write_batch
     from benchmarks.gpu.offload import compared
 
+    make_model(options.shape, scratch / "model")
+    _free()
+
     def side(fraction: float) -> Millrace:
         return Millrace(scratch / "model", scratch, options.tokens, options.recompute, offload=fraction)
 
@@ -316,6 +319,70 @@ def fractions(options: argparse.Namespace, scratch: Path) -> list[dict[str, Any]
     return compared([float(each) for each in options.offload.split(",")], side, prepared)
 
 
+def both_sides(options: argparse.Namespace, scratch: Path, report: dict[str, Any]) -> None:
+    """The steps of each side, one after the other, added to the report, which is kept after each."""
+    import torch
+
+    from benchmarks.gpu.expert_parts import compared
+    from benchmarks.gpu.kernel_profile import profile
+
+    started = time.perf_counter()
+    hf_model = make_model(options.shape, scratch / "model")
+    hf = hf_model.config
+    print(f"model made in {time.perf_counter() - started:.1f} s", flush=True)
+    if "huggingface" not in options.sides:
+        del hf_model
+    # Hugging Face first: its model is on the GPU already
+    for name in sorted(options.sides, key=lambda side: (side != "huggingface", side)):
+        started = time.perf_counter()
+        side: Any = (
+            HuggingFace(hf_model)
+            if name == "huggingface"
+            else Millrace(
+                scratch / "model",
+                scratch,
+                options.tokens,
+                options.recompute,
+                kind="fsdp" if name == "fsdp" else "megatron",
+            )
+        )
+        print(f"{name} ready in {time.perf_counter() - started:.1f} s", flush=True)
+        number = 1
+        for length in options.lengths:
+            if name == "huggingface" and not length:
+                continue  # it has no packs
+            try:
+                report["results"].append(
+                    measure(side, name, hf, number, options.steps, options.tokens, length)
+                )
+            except torch.cuda.OutOfMemoryError as error:
+                print(name, length, "out of memory:", str(error)[:200], flush=True)
+                report["results"].append({"side": name, "length": length, "error": "out of memory"})
+                if name != "huggingface":
+                    break
+            number += options.steps + WARM_UP
+            if length in options.profile:
+                prepared = side.prepare(make_rows(number, lengths_of(options.tokens, length)))
+                number += 1
+                table = profile(lambda side=side, prepared=prepared: side.step(prepared))
+                report["profiles"].append({"side": name, "length": length, **table})
+            if options.mixture and name == "millrace":
+                lengths = lengths_of(options.tokens, length)
+                work = operations(hf, lengths), layers_operations(hf, lengths)
+
+                def whole(number: int, side: Any = side, lengths: list[int] = lengths) -> float:
+                    return float(timed(side, number, lengths)["seconds"])
+
+                report["experts"] = compared(side.rank, whole, lengths, work, number, PEAK)
+                number += 100
+            _keep(report, options.out)
+        side.close()
+        if name == "huggingface":
+            del hf_model
+        del side
+        _free()
+
+
 def main() -> None:
     """Measure both sides and print a table; JSON where asked for."""
     from benchmarks.gpu.shapes import command_line
@@ -323,9 +390,6 @@ def main() -> None:
     options = options_of_call()
 
     import torch
-
-    from benchmarks.gpu.expert_parts import compared
-    from benchmarks.gpu.kernel_profile import profile
 
     report: dict[str, Any] = {
         "command": command_line(),
@@ -341,67 +405,19 @@ def main() -> None:
             report |= expert_parallel(options, Path(scratch))
             _keep(report, options.out)
             return
-        started = time.perf_counter()
-        hf_model = make_model(options.shape, Path(scratch) / "model")
-        hf = hf_model.config
-        print(f"model made in {time.perf_counter() - started:.1f} s", flush=True)
         if options.offload:
-            del hf_model
-            options.sides = []
             report["offload"] = fractions(options, Path(scratch))
-        if "huggingface" not in options.sides:
-            del hf_model
-        # Hugging Face first: its model is on the GPU already
-        for name in sorted(options.sides, key=lambda side: (side != "huggingface", side)):
-            started = time.perf_counter()
-            side: Any = (
-                HuggingFace(hf_model)
-                if name == "huggingface"
-                else Millrace(
-                    Path(scratch) / "model",
-                    Path(scratch),
-                    options.tokens,
-                    options.recompute,
-                    kind="fsdp" if name == "fsdp" else "megatron",
-                )
-            )
-            print(f"{name} ready in {time.perf_counter() - started:.1f} s", flush=True)
-            number = 1
-            for length in options.lengths:
-                if name == "huggingface" and not length:
-                    continue  # it has no packs
-                try:
-                    report["results"].append(
-                        measure(side, name, hf, number, options.steps, options.tokens, length)
-                    )
-                except torch.cuda.OutOfMemoryError as error:
-                    print(name, length, "out of memory:", str(error)[:200], flush=True)
-                    report["results"].append({"side": name, "length": length, "error": "out of memory"})
-                    if name != "huggingface":
-                        break
-                number += options.steps + WARM_UP
-                if length in options.profile:
-                    prepared = side.prepare(make_rows(number, lengths_of(options.tokens, length)))
-                    number += 1
-                    table = profile(lambda side=side, prepared=prepared: side.step(prepared))
-                    report["profiles"].append({"side": name, "length": length, **table})
-                if options.mixture and name == "millrace":
-                    lengths = lengths_of(options.tokens, length)
-                    work = operations(hf, lengths), layers_operations(hf, lengths)
-
-                    def whole(number: int, side: Any = side, lengths: list[int] = lengths) -> float:
-                        return float(timed(side, number, lengths)["seconds"])
-
-                    report["experts"] = compared(side.rank, whole, lengths, work, number, PEAK)
-                    number += 100
-                _keep(report, options.out)
-            side.close()
-            if name == "huggingface":
-                del hf_model
-            del side
-            gc.collect()
-            torch.cuda.empty_cache()
+        else:
+            both_sides(options, Path(scratch), report)
     _keep(report, options.out)
+
+
+def _free() -> None:
+    """What Python no longer names gives its memory of the GPU back."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _keep(report: dict[str, Any], file: Path | None) -> None:

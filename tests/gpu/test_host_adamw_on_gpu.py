@@ -13,7 +13,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from benchmarks.gpu.offload import differences, fp32_weights
+from benchmarks.gpu.offload import differences, fp32_weights, learning_rate
 from millrace.core.contracts.task_records import StepRequest
 from tests.support import trainer_ranks  # noqa: E402
 from tests.support.distances import distance  # noqa: E402
@@ -78,15 +78,16 @@ def test_steps_differ_by_rounding_alone_also_after_sleeping(
             norms = [rank.train(StepRequest(1, urls[0]))["grad_norm"]]
             first = weights_of(rank)
             for version in (2, 3):
-                assert rank.offload() > 0
+                assert rank.offload() > 0 or fraction == 1
                 norms.append(rank.train(StepRequest(version, urls[version - 1]))["grad_norm"])
+            rate = learning_rate(rank)
             made.append(
                 (norms, first, weights_of(rank), [p.detach().clone() for p in rank.policy.parameters()])
             )
     (norms, first, last, model_weights), (again, once, end, other) = made
     assert again[0] == norms[0]
     assert again == pytest.approx(norms, rel=1e-2)
-    assert differences(first, once, "cuda")["last_places"] <= LAST_PLACES
+    assert differences(first, once, "cuda", rate)["last_places"] <= LAST_PLACES
     for one, another in zip([*last, *model_weights], [*end, *other], strict=True):
         assert distance(one, another) < 5e-3
 

@@ -19,7 +19,6 @@ from millrace.connectors.engines.embedded.model import (
     DTYPES,
     AnyDecoder,
     AnyWeights,
-    Decoder,
     ModelError,
     make_decoder,
     make_weights,
