@@ -238,4 +238,4 @@ def test_the_benchmark_finds_fractions_equal_on_a_cpu(
 def test_a_difference_is_counted_in_last_places() -> None:
     one = [torch.tensor([1.0, 1.5, 0.02]), torch.tensor([3.0])]
     other = [torch.tensor([1.0 + 2**-23, 1.5, 0.02]), torch.tensor([3.0 - 3 * 2**-22])]
-    assert differences(one, other, "cpu") == {"last_places": 3.0, "unequal": 0.5}
+    assert differences(one, other, "cpu", 1e-6) == {"last_places": 3.0, "unequal": 0.5}
