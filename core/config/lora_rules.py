@@ -74,7 +74,8 @@ def _sglang_problems(config: RunConfig) -> Iterator[Problem]:
     if config.engines_sleep:
         yield config.problem(
             "placement.offload_engines",
-            "engines lose their weights with their memory, and only adapters are sent to them (sync.lora=names)",
+            "engines that share GPUs (placement.colocate) lose their weights with their memory, and only adapters are sent to them "
+            "(sync.lora=names)",
             f"set it to false, {merged}",
         )
     if e.nodes > 1:

@@ -142,7 +142,7 @@ def held(rank: Any) -> dict[str, Any]:
         if name != "step"
     )
     trained = {name: each.numel() for name, each in rank.policy.named_parameters() if each.requires_grad}
-    reference = sum(value.numel() for value in rank.learner.reference._weights.values())
+    reference = sum(value.numel() for value in rank.learner.reference.weights.values())
     return {"gradients": buffers, "states": states, "trained": trained, "reference": reference}
 
 
