@@ -7,6 +7,7 @@ place, and how many do. Later steps start from weights that were rounded to bflo
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,7 @@ def compared(
         _say(figures)
         side.close()
         del side
+        gc.collect()  # megatron's objects name each other
         if device == "cuda":
             torch.cuda.empty_cache()
     return found
