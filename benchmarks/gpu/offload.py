@@ -1,8 +1,9 @@
 """The trainer's step with its optimizer on the host in part, against all of it on the GPU: time, memory, and whether they are equal.
 
 `benchmarks.gpu.trainer --offload 0,0.5,1` calls it. Every fraction starts from the same weights and trains the same batches.
-The first step has equal gradients, so its fp32 weights differ by the rounding of AdamW alone: how far, in units of their last
-place, and how many do. Later steps start from weights that were rounded to bfloat16 on the way.
+The fp32 weights after the first step differ by the rounding of AdamW, and by that of gradients, since attention's backward pass adds
+in another order each time: how far, in units of their last place, and how many do. A gradient of nearly zero may change its sign, and
+so moves its weight by a step either way.
 """
 
 from __future__ import annotations

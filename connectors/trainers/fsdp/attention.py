@@ -68,9 +68,8 @@ def packed_attention(
     if attention_mask is not None or starts is None or query.dtype not in HALF or not query.is_cuda:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **given
-        )
+        given |= {"dropout": 0.0}
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **given)
         return out, None
     from torch.nn.attention.varlen import varlen_attn
 
