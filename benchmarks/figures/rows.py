@@ -266,6 +266,42 @@ def _trainer_rows(row: Callable[..., Row]) -> Iterator[Row]:
 
         size = f"{what}, 4 layers of 30B-A3B, 8 × 2,048 tokens"
         yield row("experts", size, f"MFU ≥ {target} %", command, share)
+    what = "the same step, two expert parallel GPUs, 8 × 2,048 tokens each"
+    yield row("expert_parallel", what, "MFU ≥ 20 %", f"{command} --ep 2", _parallel_experts)
+    command = "python -m benchmarks.gpu.trainer --sides millrace fsdp --lengths 2048 16384"
+    yield row("fsdp", "FSDP's step over Megatron's, 0.6B", "≥ 0.8", command, _two_trainers)
+    command = "python -m benchmarks.gpu.trainer --shape 1.7b --lengths 2048 --offload 0,0.5,1"
+    what = "step and GPU memory with 0, half and all of the optimizer on the host, 1.7B"
+    yield row("offload", what, "", command, _offloads)
+    command = "python -m benchmarks.gpu.adapters --shape 4b"
+    what = "adapters of 4B: tokens/s over all weights', memory over the plan's, sync, longest wait amid syncs and at other times"
+    yield row("adapters", what, "1.3, ≤ 1.1, ≤ 0.05 s", command, _adapters)
+
+
+def _parallel_experts(result: Any) -> str:
+    whole = result["whole"]
+    return f"{whole['tokens_per_second']:,.0f} tokens/s a GPU, MFU {whole['share_of_peak']:.1%}"
+
+
+def _two_trainers(result: Any) -> str:
+    rates = {(each["side"], each["length"]): each["tokens_per_second"] for each in result["results"]}
+    lengths = sorted({length for _, length in rates})
+    return ", ".join(
+        f"{rates['fsdp', length] / rates['millrace', length]:.2f} at {length:,} tokens a sample"
+        for length in lengths
+    )
+
+
+def _offloads(result: Any) -> str:
+    return ", ".join(
+        f"{each['seconds'] * 1000:.0f} ms and {each['gpu_peak_gib']:.0f} GiB" for each in result["offload"]
+    )
+
+
+def _adapters(result: Any) -> str:
+    train, serve = result["train"], result["serve"]
+    waits = f"{serve['longest_wait_amid_syncs_s']:.2f} and {serve['longest_wait_s']:.2f} s"
+    return f"{train['speed']:.2f}, {train['adapters']['held_over_planned']:.2f}, {serve['sync_s']:.2f} s, {waits}"
 
 
 def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
