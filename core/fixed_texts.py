@@ -30,9 +30,9 @@ class EarlierVersions:
         self.first, self.last = self.first or expected, expected
 
     def answer(self, expected: Logprobs, found: Logprobs) -> bool:
-        """Whether an engine's log-probabilities are those of an earlier version, where the trainer's are `expected`.
+        """Whether an engine's log-probabilities fit an earlier version, where the trainer's are `expected`.
 
-        They are if the trainer moved from there more than MOVED times as far as the engine is from there, or if the engine gave no
+        They do if the trainer moved from there more than MOVED times as far as the engine is from there, or if the engine gave no
         numbers. Smaller moves hide in rounding, and pass; they grow with the steps since the first version.
         """
         earlier = [logprobs for logprobs in (self.first, self.last) if logprobs is not None]

@@ -299,7 +299,7 @@ class Fleet:
     async def load_adapters(
         self, folder: str, version: int, oldest: int, only: list[int]
     ) -> dict[str, float]:
-        """Let engines serve a PEFT folder as a version, beside those that requests in flight name; seconds by phase.
+        """Let engines serve a PEFT folder as a version, beside all that requests in flight name; seconds by phase.
 
         No engine pauses. An engine serves the version as soon as it has it; `oldest` is the oldest version that a request may still take.
         An engine lost meanwhile is restarted and asked again, within the restart budget.

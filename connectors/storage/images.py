@@ -104,7 +104,7 @@ class StoredImages:
         return f"{FOLDER}/{name[:2]}/{name}.png"
 
     def keep(self, pictures: Iterable[Picture]) -> list[FileEntry]:
-        """The entries of pictures, each once, in the order of their names. Writes those that are not there yet."""
+        """The entries of pictures, each once, in the order of their names. Writes what is not there yet."""
         by_name = {picture.name: picture for picture in pictures}
         return in_threads(self._kept, [by_name[name] for name in sorted(by_name)])
 

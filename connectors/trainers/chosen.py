@@ -1,4 +1,4 @@
-"""Which trainer a run has: the one that `trainer.kind` names, or the class that `trainer.rank` names."""
+"""Which trainer a run has: `trainer.kind` names it, or the class that `trainer.rank` names."""
 
 from collections.abc import Mapping
 from typing import Any, cast

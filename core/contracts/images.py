@@ -50,7 +50,7 @@ def given_images(value: Any) -> list[Given]:
 
 
 class RowImages:
-    """The pictures of a row in the order of its prompt: those of a column, each taken once, and those that messages bring."""
+    """The pictures of a row in the order of its prompt: the column, each taken once, and what messages bring."""
 
     def __init__(self, column: Sequence[Given]) -> None:
         self._column = list(column)

@@ -16,7 +16,7 @@ from millrace.tasks.runtime.trainer import bring_up
 
 
 def iterations_done(folder: RunFolder, at: int | None) -> int:
-    """The iteration that was asked for, by default the newest committed one. Raises StorageError for one that is not committed."""
+    """The iteration that was asked for, by default the newest committed one. Raises StorageError if it is not committed."""
     committed = folder.first_open_iteration()
     done = committed if at is None else at
     if not 0 <= done <= committed:

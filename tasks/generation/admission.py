@@ -31,7 +31,7 @@ class Places(Protocol):
         ...
 
     def place(self, priority: int | None) -> AbstractAsyncContextManager[object]:
-        """A context with a place. Of those who wait, the smallest number comes first."""
+        """A context with a place. The smallest number that waits comes first."""
         ...
 
     async def watch(self, engines: Dispatcher) -> None:

@@ -53,6 +53,7 @@ ROWS = {
     },
     "connectors/trainers/checkpoint/folders.py": {"dist.barrier": RANKS},
     "connectors/trainers/checkpoint/host_copy.py": {"self._preparing.join": RANKS},
+    "connectors/trainers/megatron/model/expert_exchange.py": {"wait": RANKS},
     "connectors/trainers/megatron/optim/parameter_state.py": {"work.wait": RANKS},
     "connectors/trainers/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
     "connectors/trainers/weights/export_folder.py": {"dist.barrier": RANKS},

@@ -63,7 +63,7 @@ class NamedAdapters:
     async def _retire(self) -> None:
         """Unload versions that no request may take, and that none has.
 
-        Never one that a request has: SGLang lets the call wait for the request, and the next load for the call.
+        Otherwise SGLang lets the call wait for the request, and the next load for the call.
         """
         current = self._names
         for name, version in list(self._versions.items()):

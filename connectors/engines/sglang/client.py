@@ -48,7 +48,7 @@ class SglangClient(WatchedEngine, Connection):
     async def _asked(
         self, request: GenerateRequest, adapter: str | None = None, version: int | None = None
     ) -> Generation:
-        """Post the request. adapter: the name of the one that answers it; version: that of its weights."""
+        """Post the request. adapter: whose name answers it; version: of its weights."""
         params = {name: value for name, value in request.sampling_params.items() if value is not None}
         handoff = request.handoff
         body = {

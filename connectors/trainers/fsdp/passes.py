@@ -100,7 +100,7 @@ class FsdpPasses(Passes):
         return contextlib.nullcontext()
 
     def expert_metrics(self) -> Metrics:
-        """Empty: routers are those of the Hugging Face model."""
+        """Empty: the Hugging Face model routes."""
         return {}
 
 

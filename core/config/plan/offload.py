@@ -1,6 +1,6 @@
 """How long an optimizer step waits for the host, if AdamW steps a part of the parameters there. Pure.
 
-The rates are those of a usual host with PCIe 5 and DDR5, and assumed. `python -m benchmarks.gpu.trainer --shape 1.7b --offload 0,1`
+The rates are of a usual host with PCIe 5 and DDR5, and assumed. `python -m benchmarks.gpu.trainer --shape 1.7b --offload 0,1`
 measures the step on this one.
 """
 

@@ -71,7 +71,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def pack_weights(experts: SequentialMLP) -> None:
-    """Move the experts' weights together, as `stacked` needs them. megatron's optimizer moves those that it trains again."""
+    """Move the experts' weights together, as `stacked` needs them. megatron's optimizer moves what it trains again."""
     count = len(experts.local_experts)
     parameters = parameters_of(experts)
     for start in range(0, len(parameters), count):

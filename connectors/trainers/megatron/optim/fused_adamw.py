@@ -47,7 +47,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _fusable(part: Any) -> bool:
-    """Whether this is torch's AdamW, and its parameters are on a GPU, without those that the host steps."""
+    """Whether this is torch's AdamW, and its parameters are on a GPU, without what the host steps."""
     on_gpu = [parameter.is_cuda for parameter in _parameters(part)]
     return isinstance(part.optimizer, torch.optim.AdamW) and (any(on_gpu) or not on_gpu)
 
