@@ -64,7 +64,7 @@ class Engines(ScriptedEngines):
         return generation(ids, [-0.5] * len(ids), text, finish)
 
 
-class RankPlace:
+class Place:
     """A task's runner, and what it wrote. pools: of earlier places, by their settings: one of the same settings is used again.
 
     family: whose chat template is used, besides chatml; the engines' texts then hold the tokens that end turns.

@@ -159,7 +159,7 @@ class KeeperHere(BoardKeeper):
         return ["a", "b"]
 
 
-class RankPlace:
+class Place:
     """An iteration of a run that this process drives, with the groups drawn, and two engines."""
 
     def __init__(self, config: RunConfig, urls: list[str]) -> None:

@@ -166,7 +166,7 @@ async def no_engines() -> Dispatcher:
     raise EngineError("there are none here")
 
 
-class RankPlace:
+class Place:
     """A driver's side of a topic, and shards in the same process."""
 
     def __init__(self, ctx: IterationContext) -> None:
@@ -183,16 +183,16 @@ class RankPlace:
 
 
 @pytest.fixture
-async def place(make_config: Callable[..., RunConfig]) -> AsyncIterator[RankPlace]:
+async def place(make_config: Callable[..., RunConfig]) -> AsyncIterator[Place]:
     config = make_config(rollout={"max_failed_share": 0.2})
-    found = RankPlace(IterationContext(Runtime(config), INDEX, Stream(released=2)))
+    found = Place(IterationContext(Runtime(config), INDEX, Stream(released=2)))
     await found.side.open()
     yield found
     await found.side.close()
 
 
 @pytest.mark.timeout(30)
-async def test_what_a_shard_writes_reaches_the_driver_and_its_own_number(place: RankPlace) -> None:
+async def test_what_a_shard_writes_reaches_the_driver_and_its_own_number(place: Place) -> None:
     first, second, scoring = await place.shard(0), await place.shard(1), await place.shard(0, "reward")
     await first.tell_landed("rollouts", file("a"))
     await second.tell_landed("rollouts", file("b"))
@@ -204,7 +204,7 @@ async def test_what_a_shard_writes_reaches_the_driver_and_its_own_number(place: 
 
 
 @pytest.mark.timeout(30)
-async def test_releases_and_the_end_reach_the_shards(place: RankPlace) -> None:
+async def test_releases_and_the_end_reach_the_shards(place: Place) -> None:
     shard = await place.shard(0)
     while shard.released < 2:
         await shard.catch_up(1)
@@ -216,7 +216,7 @@ async def test_releases_and_the_end_reach_the_shards(place: RankPlace) -> None:
 
 
 @pytest.mark.timeout(30)
-async def test_failures_are_counted_over_all_shards_and_each_sample_once(place: RankPlace) -> None:
+async def test_failures_are_counted_over_all_shards_and_each_sample_once(place: Place) -> None:
     budget = rollout_budget(place.ctx)  # of 8 samples 1.6 may fail
     place.side.count_failures("rollout", budget)
     first, second = await place.shard(0), await place.shard(1)
@@ -230,7 +230,7 @@ async def test_failures_are_counted_over_all_shards_and_each_sample_once(place: 
 
 
 @pytest.mark.timeout(30)
-async def test_an_attempt_that_is_given_up_ends(place: RankPlace) -> None:
+async def test_an_attempt_that_is_given_up_ends(place: Place) -> None:
     shard = await place.shard(0)
     following = asyncio.create_task(shard.follow())
     await place.side.give_up(Attempt("rollout", 0, 1))
@@ -239,7 +239,7 @@ async def test_an_attempt_that_is_given_up_ends(place: RankPlace) -> None:
 
 
 @pytest.mark.timeout(30)
-async def test_a_shard_that_wants_engines_hears_why_there_are_none(place: RankPlace) -> None:
+async def test_a_shard_that_wants_engines_hears_why_there_are_none(place: Place) -> None:
     shard = await place.shard(0)
     following = asyncio.create_task(shard.follow())
     with pytest.raises(EngineError, match="there are none here"):
@@ -249,7 +249,7 @@ async def test_a_shard_that_wants_engines_hears_why_there_are_none(place: RankPl
 
 @pytest.mark.timeout(30)
 async def test_what_a_dead_shard_wrote_counts_and_what_it_writes_after_it_was_replaced_does_not(
-    place: RankPlace,
+    place: Place,
 ) -> None:
     ctx = place.ctx
     attempts = Attempts(ctx, TOPIC, ctx.stream, lambda: ctx.versions, on_ray())

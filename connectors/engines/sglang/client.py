@@ -120,8 +120,11 @@ class SglangClient(WatchedEngine, Connection):
     def _generation(
         self, answer: Mapping[str, Any], request: GenerateRequest, version: int | None
     ) -> Generation:
-        """Parse an answer. version: of all its tokens; None: as the engine says. Raises EngineError if a log-probability is not finite, since no step may train on it, or if the experts
-        that were asked for are missing or none of the model's."""
+        """Parse an answer. version: of all its tokens; None: as the engine says.
+
+        Raises EngineError if a log-probability is not finite, since no step may train on it, or if the experts that were asked for
+        are missing or none of the model's.
+        """
         meta = answer["meta_info"]
         self._check_prompt(meta, request)
         reason = meta["finish_reason"] or {"type": "abort"}  # a part of an answer has no reason

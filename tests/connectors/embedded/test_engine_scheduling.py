@@ -63,7 +63,7 @@ def test_a_queue_longer_than_the_slots_is_served_in_order(make_engine: Callable[
     jobs = [Job(engine, [10 + n], f"r{n}", max_new_tokens=10) for n in range(40)]
     assert all(len(job.result().output) == 10 for job in jobs)
     assert max(job.most_running for job in jobs) == 8
-    assert engine.load() == {"running": 0, "waiting": 0, "tokens": 0}
+    assert engine.load() == {"running": 0, "waiting": 0, "tokens": 0, "held": 0}
     assert engine.counters["tokens"] == 400
 
 

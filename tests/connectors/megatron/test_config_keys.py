@@ -330,8 +330,8 @@ def test_each_key_changed_in_turn(
 
 def load(rank: Any, whose: str, folder: str) -> None:
     """Load a folder as a rank's policy, critic or teacher."""
-    from millrace.connectors.trainers.frozen_models import Teacher
     from millrace.connectors.trainers.megatron.model.policy_model import CriticModel, PolicyModel
+    from millrace.connectors.trainers.megatron.models import teacher_of
     from millrace.connectors.trainers.megatron.trainable_model import model_from_hf
     from millrace.core.config import RunConfig
 
@@ -339,7 +339,7 @@ def load(rank: Any, whose: str, folder: str) -> None:
         if whose == "teacher":
             values = rank.config.model_dump(mode="json")
             values["algorithm"] |= {"teacher": folder, "distillation_coef": 0.5}
-            Teacher(RunConfig.model_validate(values), 1.0, rank.device)
+            teacher_of(RunConfig.model_validate(values), 1.0, rank.device)
         else:
             kind = CriticModel if whose == "critic" else PolicyModel
             model_from_hf(rank.config, folder, read_hf_config(folder), rank.device, kind)

@@ -309,7 +309,7 @@ def state(rank: Any) -> list[Any]:
             found += [held[name].numpy().tobytes() for held in moments for name in sorted(held)]
         found.append((trained.schedule.num_steps, trained.optimizer.param_groups[0]["lr"]))
     if learner.reference is not None:
-        found += [value.numpy().tobytes() for value in learner.reference._weights.values()]
+        found += [value.numpy().tobytes() for value in learner.reference.weights.values()]
         found.append(learner.reference.version)
     return found
 
@@ -390,7 +390,7 @@ def test_a_first_step_off_policy_is_refused_unless_the_guard_is_off(
 
 
 def other_reference(rank: Any) -> None:
-    for value in rank.learner.reference._weights.values():
+    for value in rank.learner.reference.weights.values():
         value.mul_(1.01)
 
 

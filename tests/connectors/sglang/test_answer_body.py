@@ -68,7 +68,7 @@ def test_a_row_of_an_answer_is_stored_as_plain_reading_of_its_json_stores_it(
     body = json.dumps(sent).encode() if spaced else orjson.dumps(sent)
     client, group = SglangClient("http://nowhere", "engine-0"), drawn_group(0)
     with patch.object(answer_body, "LONG", long):
-        made = client._generation(read_answer(body), REQUEST)
+        made = client._generation(read_answer(body), REQUEST, None)
     row = generated_sample(group, 1, 7, Answer(made, None, 1.0, 2.0))
     plain = json.loads(body)
     pairs = plain["meta_info"]["output_token_logprobs"]
@@ -104,7 +104,9 @@ def test_rows_with_arrays_and_rows_with_lists_make_one_table() -> None:
     """Samples of several turns hold lists, and one that failed holds nothing."""
     group = drawn_group(0)
     client = SglangClient("http://nowhere", "engine-0")
-    made = client._generation(read_answer(orjson.dumps(answer("a", [(-0.5, 9), (-0.1, 8)], []))), REQUEST)
+    made = client._generation(
+        read_answer(orjson.dumps(answer("a", [(-0.5, 9), (-0.1, 8)], []))), REQUEST, None
+    )
     arrays = generated_sample(group, 0, 7, Answer(made, None, 0.0, 0.0))
     failed = generated_sample(group, 1, 7, Answer(None, "engine-0: died", 0.0, 0.0))
     lists = type(arrays)(

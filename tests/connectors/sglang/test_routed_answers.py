@@ -192,7 +192,7 @@ WRONG = {
 def test_an_answer_with_wrong_experts_is_refused_by_name(routed: Any, reason: str) -> None:
     client = SglangClient("http://nowhere", "engine-0")
     with pytest.raises(EngineError, match=f"engine-0: .*{reason}") as caught:
-        client._generation(read_answer(answer(routed)), request([1, 2, 3], FORM))
+        client._generation(read_answer(answer(routed)), request([1, 2, 3], FORM), None)
     assert "--enable-return-routed-experts" in str(caught.value)
 
 
@@ -205,7 +205,7 @@ class Retracts(SglangClient):
 
     async def generate(self, request: GenerateRequest) -> Generation:
         self.asked.append(request)
-        return self._generation(read_answer(self.answers.pop(0)), request)
+        return self._generation(read_answer(self.answers.pop(0)), request, None)
 
 
 def dispatcher(engine: SglangClient, attempts: int = 3) -> Dispatcher:
