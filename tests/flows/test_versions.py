@@ -31,7 +31,7 @@ ON_GPUS = {"torch": "2.11.0"}  # docs/performance.md: what tests/gpu and the ben
 OUTSIDE = {  # a version of each package that pyproject.toml does not allow
     "aiohttp": "3.9.0", "docstring-parser": "0.15", "duckdb": "1.5.6", "fastapi": "0.151.0", "fsspec": "2025.2.0",
     "jsonschema": "4.17.3", "math-verify": "0.7.0", "matplotlib": "3.8.4", "megatron-core": "0.20.0", "mlflow": "4.0.0",
-    "numpy": "1.25.2", "orjson": "3.9.15", "packaging": "24.1", "prefect": "4.0.0", "prefect-ray": "0.5.3",
+    "numpy": "1.25.2", "orjson": "3.9.15", "packaging": "24.1", "pillow": "10.4.0", "prefect": "4.0.0", "prefect-ray": "0.5.3",
     "psutil": "5.9.8", "pyarrow": "16.1.0", "pydantic": "2.9.2", "pyyaml": "6.0", "ray": "2.51.2", "rich": "12.6.0",
     "s3fs": "2025.2.0", "safetensors": "0.4.5", "sqlalchemy": "2.1.0", "sympy": "1.12.1", "tenacity": "8.5.0",
     "tokenizers": "0.20.3", "torch": "2.10.0", "transformers": "6.0.0", "typer": "0.14.0", "typing-extensions": "4.11.0",

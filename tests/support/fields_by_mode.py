@@ -101,6 +101,7 @@ MODES: dict[str, list[str]] = {
     "disk": ["sync={kind: disk, directory: /shared}"],
     "ipc": [*GPUS, "placement.colocate=true", "sync.kind=ipc"],
     "broadcast": [*GPUS, "sync.kind=broadcast"],
+    "fsdp": ["trainer.kind=fsdp"],
     "adapters_by_name": ["trainer.lora={}", "sync.lora=names", "engines.kind=embedded", "trainer.device=cpu"],
     "shards": ["placement={task_runner: ray, ray_address: 'head:6379'}", "rollout.shards=2"],
     "tensorboard": ["tracking.trackers=[tensorboard]"],

@@ -73,7 +73,11 @@ class TransformersWeights:
             shutil.copy(folder / "config.json", beside)
             save_file(tensors, Path(beside) / "model.safetensors", metadata={"format": "pt"})
             self.model: Any = AutoModelForCausalLM.from_pretrained(
-                beside, dtype=self.dtype, attn_implementation="sdpa", local_files_only=True
+                beside,
+                dtype=self.dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
             ).eval()
 
 

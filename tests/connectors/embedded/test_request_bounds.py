@@ -77,10 +77,13 @@ OF_GROUP: dict[str, tuple[Any, ...]] = {
 }
 BUCKET = {"load_format": "flattened_bucket", "names": ["model.norm.weight"], "dtypes": ["float32"]}
 OF_BUCKET: dict[str, tuple[Any, ...]] = {"shapes": ([[-1]], [[HUGE]], [[2**62, 2**62]], [[2**40]], [["1"]])}
+PROFILE = {"output_dir": "traces", "num_steps": 1}
+OF_PROFILE: dict[str, tuple[Any, ...]] = {"num_steps": (0, -1, 2**31, True)}
 OF_HEADER = {CONTINUED: ("-1", "1", "9" * 5000, "a", "", "1.5")}
 # what is no number
 OTHERS = """model messages stream user stop text rid sampling_params return_logprob return_routed_experts return_text_in_logprobs abort_all mode tags
-model_path weight_version serialized_named_tensors group_name master_address backend new_version action names dtypes load_format"""
+model_path weight_version serialized_named_tensors group_name master_address backend new_version action names dtypes load_format
+image_data output_dir"""
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +148,12 @@ async def test_a_number_of_a_bucket_of_weights_has_bounds(client: Client, field:
         assert await refused(client, "/update_weights_from_distributed", {**BUCKET, field: value})
 
 
+@pytest.mark.parametrize("field", OF_PROFILE)
+async def test_a_number_of_a_trace_has_bounds(client: Client, field: str) -> None:
+    for value in (*OF_PROFILE[field], *EVER, None):
+        assert field in await refused(client, "/start_profile", {**PROFILE, field: value})
+
+
 async def test_a_tensor_is_named_once_in_a_bucket(client: Client) -> None:
     twice = {**BUCKET, "names": ["model.norm.weight"] * 2, "dtypes": ["float32"] * 2, "shapes": [[32]] * 2}
     assert "names" in await refused(client, "/update_weights_from_distributed", twice)
@@ -187,7 +196,7 @@ def test_every_number_has_a_row() -> None:
     for module in (chat, engine, sampling, server, weight_routes):
         assert module.__file__
         read |= set(_read_of_bodies(ast.parse(Path(module.__file__).read_text())))
-    rows = {*OF_GENERATE, *OF_CHAT, *OF_GROUP, *OF_BUCKET}
+    rows = {*OF_GENERATE, *OF_CHAT, *OF_GROUP, *OF_BUCKET, *OF_PROFILE}
     assert read == rows | set(OTHERS.split())
 
 

@@ -247,8 +247,10 @@ READS = {
     ): "finds what is listed",
     ("connectors/trainers/checkpoint/stored_metadata.py", "torch.load"): "weights_only",
     ("connectors/trainers/megatron/conversion/stored_weights.py", "torch.load"): "weights_only",
-    ("connectors/trainers/checkpoint/trainer_state.py", "dist_checkpointing.load"): "read as data",
+    ("connectors/trainers/megatron/torch_dist.py", "dist_checkpointing.load"): "read as data",
     ("connectors/engines/embedded/weight_routes.py", "load_safetensors"): "safetensors",
+    ("connectors/engines/embedded/adapters.py", "load_file"): "safetensors",
+    ("connectors/engines/embedded/by_transformers.py", "load_file"): "safetensors",
     ("core/families/folder_tensors.py", "safe_open"): "safetensors",
     ("connectors/trainers/adapters.py", "load_file"): "safetensors",
     ("flows/commands/replay.py", "load_file"): "safetensors",
@@ -297,7 +299,7 @@ def test_every_call_that_makes_objects_of_stored_bytes_has_a_row() -> None:
     assert found == set(READS)
 
 
-def test_every_tokenizer_of_a_folder_is_loaded_without_the_folders_code() -> None:
+def test_every_tokenizer_and_model_of_a_folder_is_loaded_without_the_folders_code() -> None:
     root = Path(millrace.__file__).parent
     calls = [
         (path.name, node)
@@ -308,7 +310,7 @@ def test_every_tokenizer_of_a_folder_is_loaded_without_the_folders_code() -> Non
         and ast.unparse(node.func).endswith(".from_pretrained")
         and ast.unparse(node.func).startswith("Auto")
     ]
-    assert len(calls) == 6
+    assert len(calls) == 8
     for name, call in calls:
         given = {word.arg: ast.unparse(word.value) for word in call.keywords}
         assert given.get("trust_remote_code") == "False" or "gguf_file" in given, name

@@ -28,6 +28,8 @@ ALONE = {
     "progress_timeout_s": "how long it waits",
     "on_part": "with flush_tokens, tests of flushing hold it; refused with a router",
     "every": "as on_part",
+    "versions": "chooses an adapter by name, tests of adapters hold it; refused with a router and with pairs",
+    "images": "tests of sent pictures hold it; refused with a router and with pairs",
     "experts": "tests of routed experts hold it; refused with a router and with pairs",
 }  # fields that are no part of what every dispatcher passes on
 SAYS: dict[str, tuple[Any, Callable[[Seen], Any]]] = {

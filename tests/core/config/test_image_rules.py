@@ -8,6 +8,7 @@ from millrace.core.config.data import image_rules
 from tests.core.config.test_rules import config, fields
 
 SEES, HELD = "evaluation.sets.0.images_key=images", "evaluation.sets.held.images_key"
+TRAINS, TRAINED = "data.sources.0.images_key=images", "data.sources.sums.images_key"
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,7 @@ SEES, HELD = "evaluation.sets.0.images_key=images", "evaluation.sets.held.images
         ["placement={task_runner: ray, ray_address: 'head:6379'}"],
         ["pipeline={ahead: 1, max_staleness: 1}", "algorithm.correction.kind=truncate"],
         ["data.max_image_tokens=64"],
+        [TRAINS, "trainer.kind=fsdp"],
     ],
 )
 def test_a_set_of_pictures_is_taken(overrides: list[str]) -> None:
@@ -29,7 +31,11 @@ def test_a_set_of_pictures_is_taken(overrides: list[str]) -> None:
     ("overrides", "refused", "said"),
     [
         (["evaluation.sets.0.chat=false"], "evaluation.sets.held.chat", "chat template"),
-        (["data.sources.0.images_key=images"], "data.sources.sums.images_key", "trainers read text alone"),
+        ([TRAINS], TRAINED, "trainer.kind: megatron-core's trainer reads text alone"),
+        ([TRAINS, "trainer.rank=m:Rank"], TRAINED, "trainer.rank: "),
+        ([TRAINS, "trainer.lora={}"], TRAINED, "trainer.lora: "),
+        ([TRAINS, "algorithm={preset: opd, teacher: other}"], TRAINED, "algorithm.teacher: "),
+        ([TRAINS, "algorithm={kl_coef: 0.1, reference: other}"], TRAINED, "algorithm.reference: "),
         (["algorithm.loss=sft", "rollout.samples_per_prompt=1"], HELD, "algorithm.loss=sft: "),
         (["rollout.session={tools: ['m:f'], max_tokens: 100}"], HELD, "rollout.session: "),
         (["rollout.routing_replay=true"], HELD, "rollout.routing_replay: "),

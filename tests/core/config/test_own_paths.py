@@ -41,6 +41,8 @@ NO_PATH = {  # named or described by a word for one
     "reward.named[].function",
     "data.sources[].reward.function",
     "data.sources[].rows.function",
+    "data.sources[].images_key",
+    "evaluation.sets[].images_key",
     "evaluation.sets[].reward.function",
     "rollout.session.environment.function",
     "rollout.session.function.function",
