@@ -14,6 +14,7 @@ from millrace.connectors.storage.run_folder import (
     LOGPROBS,
     MANIFEST,
     RECORD,
+    TRACES,
     RunFolder,
     open_iterations,
 )
@@ -21,8 +22,8 @@ from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import StorageError
 
 OF_THE_RUN = ("run.json", "quarantine.parquet")
-# files that millrace discard moved, engine logs, the claims of drivers
-NOT_OF_ITERATIONS = ("discarded/", "logs/", "lease/")
+# files that millrace discard moved, engine logs, the claims of drivers, traces for Perfetto
+NOT_OF_ITERATIONS = ("discarded/", "logs/", "lease/", f"{TRACES}/")
 
 
 def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:

@@ -10,8 +10,7 @@ import yaml
 
 from tests.support.deployed import Deployed
 from tests.support.flow_runs import Workplace, configuration, make_workplace
-from tests.support.mistakes import write_mistakes, write_runs
-from tests.support.wrong_configs import write_good
+from tests.support.mistakes import make_wrong_place
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -19,13 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def wrong_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good configuration, run.yaml, and all files, good and bad, that it and wrong ones name."""
-    folder = tmp_path_factory.mktemp("check")
-    write_good(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        write_mistakes(folder)
-        write_runs(folder)
-    return folder
+    return make_wrong_place(tmp_path_factory.mktemp("check"))
 
 
 @pytest.fixture(scope="session")

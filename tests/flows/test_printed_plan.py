@@ -21,12 +21,19 @@ from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.plan_learning import asynchrony, learning
 from millrace.flows.preflight.plan_table import plan_text
 from tests.flows.test_settings_table import ROWS, bases
+from tests.support.mistakes import make_wrong_place
 
 LEARNED_BY = ("algorithm.", "filter.", "trainer.schedule.", "trainer.optimizer.lr")
 ASKED_WITH = {  # how a served teacher is asked, which changes no number
     f"algorithm.teacher_server.{name}"
     for name in ("key", "concurrency", "timeout_s", "attempts", "same_tokenizer")
 }
+
+
+@pytest.fixture(scope="module")
+def wrong_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of all tests, with 100 rows, as the page for people who start shows them."""
+    return make_wrong_place(tmp_path_factory.mktemp("plan"), numbers=10)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+
+from tests.support.wrong_configs import write_good
 
 
 class Mistake(NamedTuple):
@@ -152,6 +155,16 @@ def write_mistakes(folder: Path) -> None:
 
 def _lines(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_wrong_place(folder: Path, numbers: int = 5) -> Path:
+    """The folder, with all files that the good configuration and wrong ones name, and the runs. numbers: see `write_good`."""
+    write_good(folder, numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_mistakes(folder)
+        write_runs(folder)
+    return folder
 
 
 def write_runs(folder: Path) -> None:

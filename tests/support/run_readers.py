@@ -36,6 +36,7 @@ from millrace.tasks.batching.deferred_groups import join, read_cut
 from millrace.tasks.batching.reused_groups import read_reused
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate_version
+from millrace.tasks.generation.admission import places_of
 from millrace.tasks.run_recorded import _check_found
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.runtime.scoring import Scoring
@@ -209,7 +210,11 @@ class Evaluation:
 
         try:
             await engine.weights.update_from_disk(str(export), version)
-            live = {"memory": SimpleNamespace(for_engines=ready), "prompts": Prompts(config, folder)}
+            live = {
+                "memory": SimpleNamespace(for_engines=ready),
+                "prompts": Prompts(config, folder),
+                "places": lambda share: places_of(config, share),
+            }
             runtime = cast(Any, SimpleNamespace(run_folder=folder, config=config, scoring=scoring, **live))
             record = await evaluate_version(IterationContext(runtime, OPEN), OPEN + 1, version)
         finally:

@@ -105,7 +105,7 @@ ROWS: dict[str, Row] = {
     **_any_start("core/config/plan/layout.py", "placement.tensor_over_hosts"),
     **_any_start("tasks/rollout.py", *_under("rollout", "part_groups max_failed_share")),
     **_any_start("tasks/generation/answers.py", "rollout.flush_tokens"),
-    **_branch("connectors/trainers/learner.py", "rollout.routing_replay"),
+    **_branch("tasks/rollout.py", "rollout.routing_replay"),
     **_any_start("connectors/engines/fleet.py", *_under("rollout", "progress_timeout_s attempts")),
     **_branch("tasks/runtime/scoring.py", *_under("reward", f"{FUNCTION} group")),
     **_branch("core/hooks/reward_selection.py", *_under("reward.named.0", f"{FUNCTION} group name")),
@@ -186,7 +186,7 @@ ROWS: dict[str, Row] = {
     **_any_start("core/config/pipeline.py", "pipeline.max_staleness", "pipeline.eager_groups"),
     **_any_start("tasks/context.py", "pipeline.eager"),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
-    **_any_start("tasks/sync_weights.py", "sync.max_prompt_gap"),
+    **_any_start("tasks/weight_check.py", "sync.max_prompt_gap"),
     **_any_start("tasks/checkpoint.py", *_under("checkpoint", "keep_last keep_every keep_best")),
     **_any_start("core/periodic.py", *_under("checkpoint", "every export_every export_last")),
     **_any_start(

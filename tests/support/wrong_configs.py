@@ -408,8 +408,11 @@ TEXTS: list[tuple[str, str, str]] = [
 ]
 
 
-def write_good(folder: Path) -> None:
-    """The good configuration (run.yaml) and all files, good and bad, that it and the wrong ones name."""
+def write_good(folder: Path, numbers: int = 5) -> None:
+    """The good configuration (run.yaml) and all files, good and bad, that it and the wrong ones name.
+
+    numbers: how many there are that its data adds, each to each: 5 give 25 rows, which a check reads soon.
+    """
     import shutil
 
     import pyarrow as pa
@@ -420,7 +423,7 @@ def write_good(folder: Path) -> None:
 
     model = build_tiny_model(folder / "model")
     (folder / "run.yaml").write_text(yaml.safe_dump(GOOD))
-    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(5) for b in range(5)]
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(numbers) for b in range(numbers)]
     lines = {
         "train.jsonl": rows,
         "unlabelled.jsonl": [{"prompt": row["prompt"]} for row in rows],
