@@ -7,15 +7,13 @@ included; of rows, how much fuller the fullest expert and the fullest rank are t
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.expert_parts import layers_alone, pack_of
-from benchmarks.gpu.two_ways import gpus_of
+from benchmarks.gpu.two_ways import from_ranks, set_up
 from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.core.contracts.task_records import StepRequest
 
@@ -34,32 +32,15 @@ class Job(NamedTuple):
 
 def measured(job: Job) -> dict[str, Any]:
     """Figures of rank 0, after all ranks have made their steps."""
-    world = job.config["trainer"]["world_size"]
-    context = get_context("spawn")
-    addresses, results = context.Queue(), context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, job, addresses, results)) for rank in range(world)]
-    for process, gpu in zip(ranks, gpus_of(job.config["trainer"]["device"], world), strict=True):
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # its imports may ask CUDA what there is
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit("a rank failed; see above")
-    found: dict[str, Any] = results.get()
-    return found
+    trainer = job.config["trainer"]
+    return from_ranks(_rank, trainer["device"], trainer["world_size"], job)
 
 
 def _rank(rank: int, job: Job, addresses: Any, results: Any) -> None:
     world = job.config["trainer"]["world_size"]
     trainer = TrainerRank(job.config, rank, world)
-    if rank == 0:
-        master = trainer.address()
-        for _ in range(world - 1):
-            addresses.put(master)
-    else:
-        master = addresses.get()
     started = time.perf_counter()
-    trainer.setup(master)
+    set_up(trainer, rank, world, addresses)
     ready_s = time.perf_counter() - started
     figures = figures_of(trainer, job)
     if rank == 0:

@@ -18,6 +18,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -47,22 +48,41 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = _model(options.shape, options.models or Path(scratch))
-        context = get_context("spawn")
-        results = context.Queue()
-        arguments = (options, str(model), scratch, context.Queue(), results)
-        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(options.ranks)]
-        for process, gpu in zip(ranks, gpus_of(options.device, options.ranks), strict=True):
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # its imports may ask CUDA what there is
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit("a rank failed; see above")
-        report = {"command": command_line(), "ranks": options.ranks, "shape": options.shape, **results.get()}
+        found = from_ranks(_rank, options.device, options.ranks, options, str(model), scratch)
+        report = {"command": command_line(), "ranks": options.ranks, "shape": options.shape, **found}
     text = json.dumps(report, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
+
+
+def from_ranks(work: Callable[..., None], device: str, world: int, *arguments: Any) -> dict[str, Any]:
+    """What rank 0 found. work: of a rank, given its number, the arguments, and queues for the address and for what rank 0 finds."""
+    context = get_context("spawn")
+    addresses, results = context.Queue(), context.Queue()
+    ranks = [
+        context.Process(target=work, args=(rank, *arguments, addresses, results)) for rank in range(world)
+    ]
+    for process, gpu in zip(ranks, gpus_of(device, world), strict=True):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # its imports may ask CUDA what there is
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit("a rank failed; see above")
+    found: dict[str, Any] = results.get()
+    return found
+
+
+def set_up(trainer: TrainerRank, rank: int, world: int, addresses: Any) -> None:
+    """Have the ranks find each other by the address of rank 0."""
+    if rank == 0:
+        master = trainer.address()
+        for _ in range(world - 1):
+            addresses.put(master)
+    else:
+        master = addresses.get()
+    trainer.setup(master)
 
 
 def gpus_of(device: str, ranks: int) -> list[str]:
@@ -114,13 +134,7 @@ def _rank(
         }
     )
     trainer = TrainerRank(config.model_dump(mode="json"), rank, options.ranks)
-    if rank == 0:
-        master = trainer.address()
-        for _ in range(options.ranks - 1):
-            addresses.put(master)
-    else:
-        master = addresses.get()
-    trainer.setup(master)
+    set_up(trainer, rank, options.ranks, addresses)
     new, other = WAYS[options.what]
     seconds: dict[str, list[float]] = {new: [], other: []}
     compute: dict[str, list[float]] = {new: [], other: []}

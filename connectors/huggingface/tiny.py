@@ -3,6 +3,7 @@
 The folder holds everything that a Hugging Face checkpoint has, and is loaded like any other.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,21 @@ def build_tiny_model(
 
 def build_tokenizer(tools: bool = False) -> Any:
     """A tokenizer with one token per character, and role tokens for its chat template."""
+    roles = ["<system>", "<user>", "<assistant>", *(["<tool>"] if tools else [])]
+    # the tool's role is last, so that the other tokens have the same ids with and without it
+    return tokenizer_of(
+        list(dict.fromkeys([*SPECIAL, *CHARACTERS, *roles])),
+        roles,
+        TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE if tools else None,
+    )
+
+
+def tokenizer_of(tokens: Sequence[str], additional: Sequence[str], template: str, **settings: Any) -> Any:
+    """A tokenizer of these tokens, one a character but for the special ones. additional: which are special beside padding and ends."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    roles = ["<system>", "<user>", "<assistant>", *(["<tool>"] if tools else [])]
-    # the tool's role is last, so that the other tokens have the same ids with and without it
-    tokens = dict.fromkeys([*SPECIAL, *CHARACTERS, *roles])
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -117,8 +127,8 @@ def build_tokenizer(tools: bool = False) -> Any:
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=roles,
-        chat_template=TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
-        response_template=RESPONSE_TEMPLATE if tools else None,
+        additional_special_tokens=list(additional),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
+        **settings,
     )

@@ -8,7 +8,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -93,6 +93,9 @@ class Passes(ABC):
 
         def pack_loss(pack: Pack, hidden: Tensor) -> Tensor:
             total, metrics = loss(next(numbers), head(pack, hidden))
+            if not forward_only and not total.requires_grad:
+                # as of a pack without samples: all ranks sum gradients
+                total = total + hidden.sum() * 0
             if self.place.reports:
                 metrics_of_packs.append({name: (x.detach(), y.detach()) for name, (x, y) in metrics.items()})
             return total
@@ -105,37 +108,22 @@ class Passes(ABC):
             add_sums(sums, to_numbers(metrics))
 
 
-class LogprobPasses(Protocol):
+class LogprobPasses(Passes):
     """Passes through a model with an output layer over the vocabulary, and log-probabilities taken from it."""
 
     temperature: float
-    replays: bool
-    clock: ForwardClock
-
-    def own_routing(self) -> contextlib.AbstractContextManager[None]:
-        """See `Passes`."""
-
-    def forward(self, packs: Sequence[Pack], head: Callable[[Pack, Tensor], Tensor]) -> Tensor | None:
-        """See `Passes`."""
-
-    def forward_backward(
-        self,
-        packs: Sequence[Pack],
-        head: Callable[[Pack, Tensor], Output],
-        loss: Callable[[int, Output], tuple[Tensor, Metrics]],
-        sums: MetricSums,
-        *,
-        forward_only: bool,
-        on_launched: Callable[[], None] | None = None,
-    ) -> None:
-        """See `Passes`."""
 
     def logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
         """Log-probabilities of the packs' response tokens, end to end; None before the last pipeline stage."""
+        return self.forward(
+            packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False).targets
+        )
 
+    @abstractmethod
     def wider_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
         """The same, computed in the next wider type than the weights'."""
 
+    @abstractmethod
     def token_logprobs(
         self,
         pack: Pack,
@@ -150,6 +138,7 @@ class LogprobPasses(Protocol):
         others: also return log-probabilities [N, k] of the pack's other tokens.
         """
 
+    @abstractmethod
     def router_losses(
         self, packs: Sequence[Pack], tokens: int, samples: int, sums: MetricSums
     ) -> contextlib.AbstractContextManager[None]:
@@ -158,32 +147,21 @@ class LogprobPasses(Protocol):
         tokens, samples: of the whole step.
         """
 
+    @abstractmethod
     def expert_metrics(self) -> Metrics:
         """How full experts are, how long their ranks wait, and how many replayed ones the routers would have chosen; empty without experts."""
 
 
-class ValuePasses(Protocol):
+class ValuePasses(Passes):
     """Passes through a model with a scalar head."""
-
-    clock: ForwardClock
 
     def values(self, packs: Sequence[Pack]) -> Tensor | None:
         """Values of the packs' response tokens, end to end; None before the last pipeline stage."""
+        return self.forward(packs, self.token_values)
 
+    @abstractmethod
     def token_values(self, pack: Pack, hidden: Tensor) -> Tensor:
         """Values [N] of a pack's response tokens, from its hidden states."""
-
-    def forward_backward(
-        self,
-        packs: Sequence[Pack],
-        head: Callable[[Pack, Tensor], Output],
-        loss: Callable[[int, Output], tuple[Tensor, Metrics]],
-        sums: MetricSums,
-        *,
-        forward_only: bool,
-        on_launched: Callable[[], None] | None = None,
-    ) -> None:
-        """See `Passes`."""
 
 
 def maximum(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,16 +58,21 @@ def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
 
     Raises ConfigError with the field, the file and the key.
     """
-    path, where = Path(folder) / "config.json", f"{field} = {folder}"
+    where = f"{field} = {folder}"
+    return resolved(read_object(Path(folder) / "config.json", where), where)
+
+
+def read_object(path: Path, where: str, remedy: str = WHOLE) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint folder. where: the setting and the folder. Raises ConfigError if there is none."""
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read {path}: {error}", where=where, remedy=remedy_of(error, WHOLE)
+            f"cannot read {path}: {error}", where=where, remedy=remedy_of(error, remedy)
         ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no object", where=where, remedy=WHOLE)
-    return resolved(config, where)
+        raise ConfigError(f"{path} holds no object", where=where, remedy=remedy)
+    return config
 
 
 def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:

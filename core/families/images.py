@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.core.errors import ConfigError, remedy_of
+from millrace.core.errors import ConfigError
+from millrace.core.families.config_file import read_object
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # the second as transformers 5 writes it
 LONGEST_SIDE = 200  # times the shorter one; processors refuse longer strips
@@ -149,7 +150,7 @@ def sees_images(folder: str) -> bool:
 def image_rules(folder: str, field: str = "model.path") -> ImageRules:
     """The picture settings of a folder's model. Raises ConfigError if it sees none, or in a way that is not built."""
     where = f"{field} = {folder}"
-    config = _json(Path(folder) / "config.json", where)
+    config = read_object(Path(folder) / "config.json", where, WHOLE)
     family = SEEING.get(config.get("model_type", ""))
     vision = config.get("vision_config")
     if family is None or not isinstance(vision, dict):
@@ -203,7 +204,7 @@ def _processor(folder: str, where: str) -> dict[str, Any]:
         path = Path(folder) / name
         if not path.is_file():
             continue
-        held = _json(path, where)
+        held = read_object(path, where, WHOLE)
         found: dict[str, Any] = held.get("image_processor", held)
         sizes = found.get("size") or {}
         return {**{SIDES[key]: value for key, value in sizes.items() if key in SIDES}, **_given(found)}
@@ -221,15 +222,3 @@ def _three(processor: Mapping[str, Any], name: str, where: str) -> tuple[float, 
     if not isinstance(value, list) or len(value) != 3:
         raise ConfigError(f"its processor has no {name} of three channels", where=where, remedy=WHOLE)
     return float(value[0]), float(value[1]), float(value[2])
-
-
-def _json(path: Path, where: str) -> dict[str, Any]:
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read {path}: {error}", where=where, remedy=remedy_of(error, WHOLE)
-        ) from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no object", where=where, remedy=WHOLE)
-    return found

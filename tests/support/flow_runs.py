@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -226,6 +226,27 @@ def final_weights(run: Path) -> bytes:
     """The bytes of the last Hugging Face export."""
     newest = sorted((run / "exports").iterdir())[-1]
     return (newest / "model.safetensors").read_bytes()
+
+
+def exported(run: Path, iterations: int) -> bytes:
+    """The bytes of the Hugging Face export after so many iterations."""
+    return (run / "exports" / f"{iterations:06d}" / "model.safetensors").read_bytes()
+
+
+def undisturbed(workplace: Workplace, root: Path, here: Sequence[str], model: Path, gap: float) -> str:
+    """Run `a` to the end of its three iterations, whose trainer agrees with its engines within `gap` nats, and replay the last one.
+
+    here: arguments. Returns what the replay says, which ends in equal weights.
+    """
+    assert "3 iterations complete, 3 of them now" in workplace.train(root, *here)
+    assert len(trained(root / "a")) == 3 * 32
+    for index in range(3):
+        steps = json.loads((root / f"a/iterations/{index:06d}/step.json").read_text())["steps"]
+        assert steps[0]["logprob_gap_mean"] < gap
+    assert exported(root / "a", 3) != (model / "model.safetensors").read_bytes()
+    out = workplace.call("replay", "a", "--root", str(root), "--from", "2", "--to", "3")
+    assert "every weight equals the export after iteration 3, bit for bit" in out
+    return out
 
 
 def versions_of_samples(run: Path) -> list[list[int]]:

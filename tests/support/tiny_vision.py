@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from millrace.connectors.huggingface.tiny import CHARACTERS, SPECIAL
+from millrace.connectors.huggingface.tiny import CHARACTERS, SPECIAL, tokenizer_of
 
 MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 TEMPLATE = (
@@ -89,22 +89,8 @@ def build_tiny_vision(
 
 def build_tokenizer() -> Any:
     """One token a character, as the tiny text model has, and the marks after them."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {token: number for number, token in enumerate(TOKENS)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=["<system>", "<user>", "<assistant>", *MARKS],
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    roles = ["<system>", "<user>", "<assistant>"]
+    return tokenizer_of(TOKENS, [*roles, *MARKS], TEMPLATE)
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

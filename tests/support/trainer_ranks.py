@@ -115,6 +115,26 @@ def write_batch(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
     return f"{folder}/batch.parquet"
 
 
+def write_batches(folder: Path, steps: int) -> str:
+    """Batches of one step each, in as many files: a template of URLs by step."""
+    for step in range(1, steps + 1):
+        write_batch(folder / str(step), samples(step))
+    return str(folder / "{}" / "batch.parquet")
+
+
+def folders_of(save: Callable[..., Path], new_folder: Callable[[str], Path]) -> Callable[..., Path]:
+    """A function that has `save` write a model of a kind and its changes, once for the same arguments, and returns its folder."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str = "qwen3", **changes: Any) -> Path:
+        key = f"{kind}/{sorted(changes.items())}"
+        if key not in made:
+            made[key] = save(new_folder(kind), kind, **changes)
+        return made[key]
+
+    return make
+
+
 def log_probabilities(rank: Any, batch_url: str) -> dict[str, list[float]]:
     """Log-probabilities of every sample's response tokens under a rank's weights; from rank 0, {} elsewhere."""
     import torch.distributed as dist

@@ -13,7 +13,7 @@ from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of
 from millrace.connectors.trainers.ops.fused import plain_forms, take_rows
 from millrace.connectors.trainers.ops.logprobs import TokenLogprobs, WholeVocabulary, token_logprobs
 from millrace.connectors.trainers.packing import Pack
-from millrace.connectors.trainers.passes import Metrics, MetricSums, Passes
+from millrace.connectors.trainers.passes import LogprobPasses, Metrics, MetricSums
 from millrace.connectors.trainers.place import RankPlace
 from millrace.core.config import RunConfig
 from millrace.core.waits import beat
@@ -21,7 +21,7 @@ from millrace.core.waits import beat
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
-class FsdpPasses(Passes):
+class FsdpPasses(LogprobPasses):
     """Passes through one model of this rank, and log-probabilities from its output layer."""
 
     def __init__(
@@ -40,19 +40,13 @@ class FsdpPasses(Passes):
     ) -> None:
         for pack in packs:
             beat()
-            total = self.model(pack, partial(_connected, partial(loss, pack)))
+            total = self.model(pack, partial(loss, pack))
             beat()
             if not forward_only:
                 total.backward()
 
-    def logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
-        """Log-probabilities of the packs' response tokens, end to end."""
-        return self.forward(
-            packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False).targets
-        )
-
     def wider_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
-        """The same, with the weights' values in the next wider type, and computed in it."""
+        """The same as `logprobs`, with the weights' values in the next wider type, and computed in it."""
         narrow = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
         self._wide = WIDER[narrow]
         try:
@@ -102,14 +96,6 @@ class FsdpPasses(Passes):
     def expert_metrics(self) -> Metrics:
         """Empty: the Hugging Face model routes."""
         return {}
-
-
-def _connected(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """The loss of hidden states; one without a gradient, as of a pack without samples, gets zeros, since all ranks sum gradients."""
-    total = loss(hidden)
-    if torch.is_grad_enabled() and not total.requires_grad:
-        return total + hidden.sum() * 0
-    return total
 
 
 def _without(found: TokenLogprobs) -> TokenLogprobs:

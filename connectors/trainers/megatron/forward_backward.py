@@ -27,7 +27,15 @@ from millrace.connectors.trainers.megatron.process.distributed import model_cont
 from millrace.connectors.trainers.ops.fused import take_rows
 from millrace.connectors.trainers.ops.logprobs import TokenLogprobs, token_logprobs
 from millrace.connectors.trainers.packing import Pack
-from millrace.connectors.trainers.passes import Metrics, MetricSums, Passes, add_sums, to_numbers
+from millrace.connectors.trainers.passes import (
+    LogprobPasses,
+    Metrics,
+    MetricSums,
+    Passes,
+    ValuePasses,
+    add_sums,
+    to_numbers,
+)
 from millrace.core.config import RunConfig
 from millrace.core.waits import beat
 
@@ -79,8 +87,6 @@ class ForwardBackward(Passes):
             beat()
             with model_context(self.device):
                 total = loss(pack, hidden)
-                if not total.requires_grad:
-                    total = total + hidden.sum() * 0
                 # megatron divides gradients by the sum of these counts over all packs: exactly one pack counts 1
                 return total, torch.full((), next(counts), dtype=torch.int, device=self.device), {}
 
@@ -115,7 +121,7 @@ class ForwardBackward(Passes):
         )
 
 
-class LogprobForwardBackward(ForwardBackward):
+class LogprobForwardBackward(ForwardBackward, LogprobPasses):
     """A model with an output layer over the vocabulary, and log-probabilities taken from it."""
 
     def __init__(
@@ -140,12 +146,6 @@ class LogprobForwardBackward(ForwardBackward):
                 return self.logprobs(packs)
             finally:
                 self._wide = None
-
-    def logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
-        """Log-probabilities of the packs' response tokens, end to end; None before the last pipeline stage."""
-        return self.forward(
-            packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False).targets
-        )
 
     def token_logprobs(
         self,
@@ -222,12 +222,8 @@ class LogprobForwardBackward(ForwardBackward):
         return metrics | {"routing_agreement": (same, every)}
 
 
-class ValueForwardBackward(ForwardBackward):
+class ValueForwardBackward(ForwardBackward, ValuePasses):
     """A model with a scalar head, and its values."""
-
-    def values(self, packs: Sequence[Pack]) -> Tensor | None:
-        """Values of the packs' response tokens, end to end; None before the last pipeline stage."""
-        return self.forward(packs, self.token_values)
 
     def token_values(self, pack: Pack, hidden: Tensor) -> Tensor:
         """Values [N] of the whole pack's response tokens, on every context parallel rank."""

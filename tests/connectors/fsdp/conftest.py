@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_models import save_tiny_model
-from tests.support.trainer_ranks import VOCAB, Workers, samples, write_batch
+from tests.support.trainer_ranks import VOCAB, Workers, folders_of, write_batches
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +44,14 @@ def save_gemma3(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a tiny model by its family; the same arguments give the same weights."""
-    made: dict[str, Path] = {}
 
-    def make(kind: str = "qwen3", **changes: Any) -> Path:
-        key = f"{kind}/{sorted(changes.items())}"
-        if key not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            made[key] = (
-                save_gemma3(folder) if kind == "gemma3" else save_tiny_model(folder, kind, VOCAB, **changes)
-            )
-        return made[key]
+    def save(folder: Path, kind: str, **changes: Any) -> Path:
+        return save_gemma3(folder) if kind == "gemma3" else save_tiny_model(folder, kind, VOCAB, **changes)
 
-    return make
+    return folders_of(save, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="session")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three iterations of one step each: a template of URLs by step."""
-    folder = tmp_path_factory.mktemp("batches")
-    for step in range(1, 4):
-        write_batch(folder / str(step), samples(step))
-    return str(folder / "{}" / "batch.parquet")
+    return write_batches(tmp_path_factory.mktemp("batches"), 3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_models import save_tiny_model
-from tests.support.trainer_ranks import VOCAB, Workers, samples, write_batch
+from tests.support.trainer_ranks import VOCAB, Workers, folders_of, write_batches
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +23,14 @@ def workers() -> Iterator[Workers]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a tiny model: model(kind, **config); the same arguments give the same weights."""
-    made: dict[str, Path] = {}
 
-    def make(kind: str = "qwen3", **changes: Any) -> Path:
-        key = f"{kind}/{sorted(changes.items())}"
-        if key not in made:
-            made[key] = save_tiny_model(tmp_path_factory.mktemp(kind), kind, VOCAB, **changes)
-        return made[key]
+    def save(folder: Path, kind: str, **changes: Any) -> Path:
+        return save_tiny_model(folder, kind, VOCAB, **changes)
 
-    return make
+    return folders_of(save, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="session")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three iterations of one step each, in three files: a template of URLs by step."""
-    folder = tmp_path_factory.mktemp("batches")
-    for step in range(1, 7):
-        write_batch(folder / str(step), samples(step))
-    return str(folder / "{}" / "batch.parquet")
+    return write_batches(tmp_path_factory.mktemp("batches"), 6)
