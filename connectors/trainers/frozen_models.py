@@ -28,13 +28,14 @@ class Reference:
     With adapters only they are copied: the weights beside them are the policy's own.
     """
 
+    version: int  # the weight version of the copy
+    weights: dict[str, Tensor]  # this rank's, by the names of the policy's parameters
+
     def __init__(self, policy: Module, version: int = 0, *, adapted: bool = False) -> None:
         """Copy the current weights of the policy's model. version: OF_A_FOLDER if they are not the run's. adapted: whether the
         policy has adapters."""
         self._policy = policy
         self._adapted = adapted
-        self.version = version  # the weight version of the copy
-        self.weights: dict[str, Tensor] = {}  # this rank's, by the names of the policy's parameters
         self.copy_policy(version)
 
     def copy_policy(self, version: int) -> None:

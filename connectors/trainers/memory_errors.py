@@ -1,11 +1,12 @@
 """Errors for a rank that runs out of GPU or host memory: they name the fields that help, with their current values.
 
-Owns the messages, and the texts by which libraries report such a failure. Knows nothing of ranks. Frees no memory: the failed
-call's tensors are freed with its frames.
+Owns the messages, the texts by which libraries report such a failure, and pinned memory, whose lack has no error of its own. Knows
+nothing of ranks. Frees no memory: the failed call's tensors are freed with its frames.
 """
 
 import psutil
 import torch
+from torch import Tensor
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import TrainerMemoryError
@@ -30,12 +31,13 @@ def out_of_memory(call: str, rank: int, config: RunConfig, reason: str) -> Train
     t = config.trainer
     remedies = [f"trainer.max_pack_tokens (now {t.max_pack_tokens}: lower it)"]
     if t.recompute != "full":
-        stronger = "selective or full" if t.recompute == "none" else "full"
+        stronger = "selective or full" if t.recompute == "none" and t.by_megatron else "full"
         remedies.append(f"trainer.recompute (now {t.recompute}: {stronger})")
     remedies.append(f"trainer.logprob_chunk_tokens (now {t.logprob_chunk_tokens}: lower it)")
-    if t.optimizer.distributed and t.optimizer.offload < 1:
+    if t.by_megatron and t.optimizer.distributed and t.optimizer.offload < 1:
         remedies.append(f"trainer.optimizer.offload (now {t.optimizer.offload:g}: raise it)")
-    remedies.append("trainer.parallel.tensor, .pipeline or .context (more GPUs a model)")
+    split = "trainer.parallel.tensor, .pipeline or .context" if t.by_megatron else "trainer.world_size"
+    remedies.append(f"{split} (more GPUs a model)")
     if config.placement.colocate:
         share = config.engines.sglang.get("mem_fraction_static", "its default")
         how = ", if memory runs out while engines generate" if config.engines_sleep else ": lower it"
@@ -55,6 +57,16 @@ def out_of_host_memory(size: int, reason: str) -> TrainerMemoryError:
         remedy="give the node more memory (12 bytes per parameter trained on it), or set placement.offload_trainer=false (now "
         f"true) if the GPUs have room for trainer and engines at once. {RESTART}",
     )
+
+
+def pinned(size: int) -> Tensor:
+    """Pinned host memory of so many bytes. Raises TrainerMemoryError if the host has none."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        raise out_of_host_memory(size, str(error)) from None
 
 
 def check_room_to_offload(elements: int, ranks: int) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 
 from millrace.connectors.trainers.frozen_models import held
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of_units
@@ -17,7 +18,7 @@ from millrace.connectors.trainers.weights.buckets import JOINED, TensorGroup, Un
 
 
 def hf_tensors(model: PackedModel, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each unit in turn, in a type; each once, tied ones under the embedding's name."""
+    """The tensors of each unit in turn, parameters in a type; each once, tied ones under the embedding's name."""
     from transformers.core_model_loading import revert_weight_conversion
 
     names = {id(tensor): name for name, tensor in reversed([*_kept(model)])}
@@ -28,8 +29,9 @@ def hf_tensors(model: PackedModel, dtype: torch.dtype) -> Iterator[dict[str, Ten
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 name = names.get(id(tensor))
                 if name is not None and name not in whole:
-                    full = _full(tensor.detach())
-                    whole[name] = full.to(dtype) if full.is_floating_point() else full
+                    # cast before it is gathered: as exact, and fewer bytes. Buffers, such as routers' biases, keep their type
+                    own = tensor.detach()
+                    whole[name] = _full(own.to(dtype) if isinstance(tensor, Parameter) else own)
         stored: dict[str, Tensor] = revert_weight_conversion(model.inner, whole)
         yield {name: tensor.contiguous() for name, tensor in stored.items()}
 

@@ -68,14 +68,9 @@ class FsdpLearner(Learner):
                 where=f"{field} = {folder}",
                 remedy="name a folder of the same architecture and sizes, such as an export of a run from the same model",
             )
-        own = Reference(model)
-        copy_weights(model, other)
-        reference = Reference(model, OF_A_FOLDER)
-        own_weights = {name: held(each) for name, each in model.named_parameters()}
-        with torch.no_grad():
-            for name, value in own.weights.items():
-                own_weights[name].copy_(value)
-        return reference
+        with Reference(model).as_policy():  # afterwards the policy has its own weights again
+            copy_weights(model, other)
+            return Reference(model, OF_A_FOLDER)
 
     def _teacher(self) -> Teacher:
         folder = self.algorithm.teacher

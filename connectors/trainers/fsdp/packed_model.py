@@ -160,11 +160,14 @@ def shard(
     if device.type == "cuda":
         fuse_norms(model)
     # blocks first: what is left belongs to the root, whose tied weights stay tied
-    for unit in [*model.units, model]:
-        unit.to(device=device, dtype=main) if unit is not model else _move_rest(model, device, main)
-        if unit is not model and trains and config.trainer.recompute == "full":
+    cut = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for unit in model.units:
+        unit.to(device=device, dtype=main)
+        if trains and config.trainer.recompute == "full":
             _recompute(unit)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        cut(unit)
+    _move_rest(model, device, main)
+    cut(model)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gradients are summed over ranks, not averaged
@@ -174,11 +177,9 @@ def shard(
 
 def _move_rest(model: PackedModel, device: torch.device, main: torch.dtype) -> None:
     """Move what no block holds."""
-    held = {id(part) for unit in model.units for part in unit.modules()}
+    *_, (_, rest) = parts_of_units(model)
     tensors: dict[int, Tensor] = {}
-    for part in model.modules():
-        if id(part) in held:
-            continue
+    for part in rest:
         for parameter in part.parameters(recurse=False):
             if id(parameter) not in tensors:  # a tied weight is moved once
                 tensors[id(parameter)] = parameter.data.to(device=device, dtype=main)

@@ -69,7 +69,7 @@ class FsdpPasses(LogprobPasses):
         others: also return log-probabilities [N, k] of the pack's other tokens.
         """
         weight, sight = self.model.head, self.model.sight
-        marks = None if sight is None else torch.tensor(sight.rules.marks, device=pack.targets.device)
+        marks = None if sight is None else sight.marks
         assert not (others and marks is not None), "teachers see no pictures"
         found = token_logprobs(
             take_rows(hidden.squeeze(1), pack.places).to(weight.dtype),

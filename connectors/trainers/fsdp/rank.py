@@ -75,7 +75,7 @@ class FsdpRank(LearnerRank):
         tensors: dict[str, torch.Tensor] = {}
         for unit in hf_tensors(model, self._dtype):  # all ranks gather, rank 0 keeps
             if dist.get_rank() == 0:
-                tensors |= {name: tensor.to("cpu").clone() for name, tensor in unit.items()}
+                tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in unit.items()}
         shape = self.learner.architecture
         if dist.get_rank() == 0 and shape is not None:  # what no step changes, such as a tower
             kept = FolderTensors(source, shape, whole=False)

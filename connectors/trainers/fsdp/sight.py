@@ -38,6 +38,7 @@ class Sight:
     def __init__(self, config: RunConfig, tower: Module, device: Any) -> None:
         """tower: of the model, in any type."""
         self.rules: ImageRules = image_rules(config.model.path)
+        self.marks = torch.tensor(self.rules.marks, device=device)
         compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._tower = tower.to(device=device, dtype=compute).requires_grad_(False)
         self._stored = StoredImages(Store(config.storage.root).child(config.run.name))

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from millrace.connectors.trainers.frozen_models import held
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel
+from millrace.connectors.trainers.memory_errors import pinned
 from millrace.core.algorithms.learning_rate import learning_rate
 from millrace.core.config import RunConfig
 from millrace.core.config.trainer import Schedule
@@ -52,13 +53,10 @@ class StepSchedule:
 class TrainedFsdp:
     """A model with its optimizer."""
 
-    def __init__(
-        self, inner: PackedModel, config: RunConfig, lr: float, schedule: Schedule | None = None
-    ) -> None:
-        """schedule: by default trainer.schedule."""
+    def __init__(self, inner: PackedModel, config: RunConfig, lr: float) -> None:
         self.inner = inner
         self.lr = 0.0  # learning rate of the last step
-        self.schedule = StepSchedule(config, lr, schedule or config.trainer.schedule)
+        self.schedule = StepSchedule(config, lr, config.trainer.schedule)
         o = config.trainer.optimizer
         self.clip_grad = o.clip_grad
         self.parameters = [each for each in inner.parameters() if each.requires_grad]
@@ -183,13 +181,15 @@ class TrainedFsdp:
         before = torch.cuda.mem_get_info()[0]
         self.zero_grad()
         if not self._host:
+            copies = {}  # all of them before anything is moved, since the host may lack memory
             for each in self.parameters:
                 for name in MOMENTS:
                     moment = held(self.optimizer.state[each][name])
-                    copy = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=True)
+                    copy = pinned(moment.nbytes).view(moment.dtype).view(moment.shape)
                     copy.copy_(moment, non_blocking=True)
-                    self._host[each, name] = moment.untyped_storage().nbytes(), copy
+                    copies[each, name] = moment.untyped_storage().nbytes(), copy
             torch.cuda.synchronize()
+            self._host = copies
             for each, name in self._host:
                 held(self.optimizer.state[each][name]).untyped_storage().resize_(0)
         torch.cuda.ipc_collect()

@@ -46,6 +46,14 @@ def test_only_what_can_still_be_changed_is_named(recompute: str, remedy: str | N
     assert (remedy in text) if remedy else ("trainer.recompute" not in text)
 
 
+def test_fsdp_names_only_what_it_takes() -> None:
+    text = message(kind="fsdp")
+    assert "trainer.recompute (now none: full)" in text
+    assert "trainer.world_size (more GPUs a model)" in text
+    assert "trainer.parallel" not in text
+    assert "trainer.optimizer.offload" not in text
+
+
 @pytest.mark.parametrize("offload_engines", [True, False])
 def test_engines_on_the_same_gpu_are_named(offload_engines: bool) -> None:
     values = configuration("model", device="cuda")

@@ -31,10 +31,9 @@ from torch.optim.adam import adam
 from millrace.connectors.trainers import patches
 from millrace.connectors.trainers.checkpoint.folders import on_every_rank
 from millrace.connectors.trainers.megatron.optim.fused_adamw import Shard, shards_of
-from millrace.connectors.trainers.megatron.optim.offload import pinned
 from millrace.connectors.trainers.megatron.optim.parameter_state import fill_state
 from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
-from millrace.connectors.trainers.memory_errors import check_room_to_offload
+from millrace.connectors.trainers.memory_errors import check_room_to_offload, pinned
 
 CHUNK = 2**24  # elements: 64 MiB of gradients
 SLOTS = 2  # chunks between GPU and host at once

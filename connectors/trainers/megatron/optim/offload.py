@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.trainers.megatron.optim.step_numbers import parts_of
-from millrace.connectors.trainers.memory_errors import out_of_host_memory, ran_out
+from millrace.connectors.trainers.memory_errors import pinned
 
 
 class Offloadable(Protocol):
@@ -106,16 +106,6 @@ class OptimizerOffload:
                     yield from group["params"]
                 for state in adam.state.values():
                     yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def pinned(size: int) -> Tensor:
-    """Pinned host memory of so many bytes. Raises TrainerMemoryError if the host has none."""
-    try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        if not ran_out(error):
-            raise
-        raise out_of_host_memory(size, str(error)) from None
 
 
 def _bytes(storage: Any) -> Tensor:

@@ -54,7 +54,7 @@ def write_hf(model: RankModel, hf: dict[str, Any], source: str, folder: Path, se
     arch = architecture(hf)
     kept, stacked = kept_tensors(source, arch), stacked_names(arch)
     tensors = {
-        name: tensor.to("cpu").clone().contiguous()
+        name: tensor.to("cpu", copy=True).contiguous()
         for name, tensor in hf_tensors(model, hf)
         if writes(".mlp.experts." in name, stacked=name in stacked) and name not in kept
     }
