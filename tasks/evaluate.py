@@ -63,7 +63,7 @@ async def evaluate_version(
     started = time.perf_counter()
     evaluation = EvaluationTopic(ctx.index, done, version, task)
     made = made_of(await stored_samples(ctx, version), version)
-    images = await asyncio.to_thread(_keep_images, ctx)
+    images = await asyncio.to_thread(lambda: ctx.runtime.prompts.held_out_images)
     if ctx.evaluation_shards:
         made = await ctx.evaluation_shards.make(evaluation, made)
     results: dict[str, EvaluatedSet] = {}
@@ -85,15 +85,8 @@ async def evaluate_version(
         "lag": await asyncio.to_thread(_lag, ctx, done),
     }
     if images:
-        record["images"] = images
+        record["images"] = [entry.record() for entry in images]
     return record
-
-
-def _keep_images(ctx: IterationContext) -> list[FileRecord]:
-    """Store the pictures of all sets, from which requests and shards read them."""
-    prompts = ctx.runtime.prompts
-    read = [item for held_out in ctx.config.evaluation.sets for item in prompts.held_out(held_out).usable]
-    return [entry.record() for entry in prompts.keep_images(read)]
 
 
 def _lag(ctx: IterationContext, done: int) -> int:

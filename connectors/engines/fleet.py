@@ -74,6 +74,7 @@ class Fleet:
         self._handles: dict[int, EngineHandle] = {}
         self._clients: dict[int, EngineClient] = {}
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
+        self._traced: set[int] = set()  # engines that make a trace
         self._changes = 0  # of any engine's health, which also changes when an engine gets another client
         self._released: dict[int, list[str]] = {}  # tags of GPU memory that engines have released
         self._model = config.model.path
@@ -390,13 +391,17 @@ class Fleet:
 
         async def start(index: int, client: EngineClient) -> None:
             await client.start_trace(await self._handles[index].trace_folder(), steps)
+            self._traced.add(index)
 
+        self._traced = set()
         await self._of_each("no trace of it", start)
 
     async def store_trace(self, url: str) -> None:
-        """Let each engine end its trace, and store the files. An engine that cannot is named in a warning."""
+        """Let each engine that started a trace end it, and store the files. An engine that cannot is named in a warning."""
 
         async def store(index: int, client: EngineClient) -> None:
+            if index not in self._traced:
+                return  # it may make a trace for others
             await client.stop_trace()
             await self._handles[index].store_trace(url)
 

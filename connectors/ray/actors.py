@@ -392,17 +392,17 @@ async def gpus_busy(start: float, end: float) -> dict[str, Busy] | None:
 
     An actor that is lost, or does not answer, is left out. GPUs that two actors share are counted once.
     """
-    found: dict[str, Busy] | None = None
-    for name in _names():
+
+    async def of(name: str) -> dict[str, Busy] | None:
         try:
             with asked(f"actor {name} cannot be found"):
                 handle = ray.get_actor(name)
-            busy = await Actor[HeldPart](name, handle).gpu_busy(start, end)
+            return await Actor[HeldPart](name, handle).gpu_busy(start, end)
         except (ActorLostError, ValueError):
-            continue
-        if busy is not None:
-            found = busy | (found or {})
-    return found
+            return None
+
+    readings = [busy for busy in await asyncio.gather(*map(of, _names())) if busy is not None]
+    return {uuid: one for busy in reversed(readings) for uuid, one in busy.items()} if readings else None
 
 
 async def end_namespace(namespace: str) -> int:

@@ -141,6 +141,11 @@ def with_words(content: Any) -> Any:
     )
 
 
+def data_url(png: bytes) -> str:
+    """A PNG file as a data URL."""
+    return DATA_URL + base64.b64encode(png).decode()
+
+
 @dataclass(frozen=True)
 class SentImage:
     """A picture of a request: its PNG file, and how many tokens stand for it."""
@@ -151,7 +156,7 @@ class SentImage:
     @property
     def data_url(self) -> str:
         """The file as a data URL."""
-        return DATA_URL + base64.b64encode(self.png).decode()
+        return data_url(self.png)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,10 @@ class Speaker:
             raise ConfigError(
                 f"the conversation does not fit: {error}", where="chat", remedy="start another one by /new"
             ) from error
-        self._engine.submit(request)
+        try:
+            self._engine.submit(request)
+        except RequestError as error:
+            raise ConfigError(str(error), where="chat", remedy="start the chat again") from error
         shown = 0
         try:
             while request.finish is None:

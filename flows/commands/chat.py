@@ -71,11 +71,12 @@ def chat(
     with lines_before_prefect(), temporary_folder("millrace-chat") as folder:
         found = guarded(lambda: models_of(asked, Path(folder), named_first(model, own_file=False)))
         talks = guarded(lambda: [talk_with(each, asked) for each in found])
-        print_lines([*(f"{each.title}" for each in found), HELP])
+        titles = [each.title for each in found]
+        print_lines([*titles, HELP])
         with asyncio.Runner() as runner:
             try:
                 for text in typed():
-                    _answer(runner, talks, [each.title for each in found], text)
+                    _answer(runner, talks, titles, text)
             finally:
                 for talk in talks:
                     talk.speaker.close()
@@ -113,11 +114,12 @@ def models_of(
     Raises MillraceError naming what is wrong.
     """
     name, root = asked.model, asked.root
-    if Path(name).name == name and RunFolder(root, name).store.exists("run.json"):
-        record, folder = run_record(root, name), RunFolder(root, name)
+    if Path(name).name == name and (folder := RunFolder(root, name)).store.exists("run.json"):
+        record = run_record(root, name)
         found: list[ChatModel] = []
-        for at in [asked.at] if asked.compare is None else [asked.at, asked.compare]:
-            done = iterations_done(folder, at)
+        # both are refused before the weights of one are made
+        asked_for = [asked.at] if asked.compare is None else [asked.at, asked.compare]
+        for done in [iterations_done(folder, at) for at in asked_for]:
             stored = configuration_after(record, folder, done)
             if not found:
                 say(named_by_run(stored))
@@ -215,6 +217,8 @@ def _answer(runner: asyncio.Runner, talks: Sequence[Talk], titles: Sequence[str]
         print_lines(["[another conversation]"])
         return
 
+    before = [(talk.ids, talk.turns) for talk in talks]
+
     async def all_of() -> None:
         async with asyncio.TaskGroup() as together:
             for talk, place in zip(talks, places, strict=True):
@@ -224,9 +228,17 @@ def _answer(runner: asyncio.Runner, talks: Sequence[Talk], titles: Sequence[str]
         with shown(console, titles) as places:
             runner.run(all_of())
     except KeyboardInterrupt:
+        _go_back(talks, before)
         print_lines(["[ended; the conversation is as it was before]"])
     except ExceptionGroup as failed:
+        _go_back(talks, before)
         error = first_error(failed)
         if not isinstance(error, MillraceError):
             raise
         errors.print(f"{type(error).__name__}: {error}", soft_wrap=True)
+
+
+def _go_back(talks: Sequence[Talk], before: Sequence[tuple[list[int], int]]) -> None:
+    """Have conversations end as they did: one of two may have had its answer already."""
+    for talk, (ids, turns) in zip(talks, before, strict=True):
+        talk.ids, talk.turns = ids, turns

@@ -37,9 +37,10 @@ def check_rows(config: RunConfig, rows: CheckedRows, model: ReadModel) -> Iterat
     limit, training = config.data.max_prompt_tokens, rows.field.startswith("data.")
     yield from rows.set_aside(limit)
     sampling = config.rollout.sampling if training else cast(EvalSet, rows.source).sampling
+    yield from rows.refuse_stops(model.tokenizer, skips_special=sampling.skip_special_tokens)
+    # last of those that set rows aside: the pictures' tokens stand beside the rows that are left
     if rows.source.images_key and rows.usable:
         yield from rows.see(config, model.tokenizer)
-    yield from rows.refuse_stops(model.tokenizer, skips_special=sampling.skip_special_tokens)
     if not rows.usable:
         return
     yield from _metadata(rows)

@@ -84,15 +84,11 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
     else:
         shape = yield from _folder("model.path", path, whole)
     if shape:
-        found.shape, found.stored = shape, stored_as(path)
+        found.shape = shape
         yield from _sizes(config, shape)
         if config.model.preset in PRESETS:
             yield from differences(config.model.preset, read_hf_config(path), path)
-        try:
-            found.dtype = of_new_run(config)
-        except ConfigError as error:
-            if config.model.dtype == "auto":
-                yield Problem(error.where, "auto", error.reason, error.remedy)
+        yield from _stored_type(config, path, found)
         yield from router_problems(config, shape)
         yield from lora_rules.model_problems(config, shape)
         yield from _quantised(config, path)
@@ -106,6 +102,15 @@ def check_model(config: RunConfig, may_be_made: bool, found: ReadModel) -> Itera
             yield from _beside(config, field, folder, shape)
 
 
+def _stored_type(config: RunConfig, path: str, found: ReadModel) -> Iterator[Problem]:
+    found.stored = stored_as(path)
+    try:
+        found.dtype = of_new_run(config)
+    except ConfigError as error:
+        if config.model.dtype == "auto":
+            yield Problem(error.where, "auto", error.reason, error.remedy)
+
+
 def _is_unknown(config: RunConfig, path: str, found: ReadModel) -> Generator[Problem, None, bool]:
     """Whether core.families does not know the folder's family, with what is then checked of it."""
     try:
@@ -115,12 +120,7 @@ def _is_unknown(config: RunConfig, path: str, found: ReadModel) -> Generator[Pro
     except ConfigError as error:
         yield Problem("model.path", path, error.reason, error.remedy or GET)
         return True
-    found.stored = stored_as(path)
-    try:
-        found.dtype = of_new_run(config)
-    except ConfigError as error:
-        if config.model.dtype == "auto":
-            yield Problem(error.where, "auto", error.reason, error.remedy)
+    yield from _stored_type(config, path, found)
     yield from _positions(config, found.unknown, "model")
     yield from _token_ids(config, found.unknown, "model")
     return True

@@ -17,6 +17,7 @@ from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.tracker import flat
 from millrace.flows.commands.runs import state_of
+from millrace.flows.commands.show import SPEED
 from millrace.flows.driver.stored_run import evaluations
 from millrace.flows.viewer.stored import NotShown, Problems, ViewedRun
 
@@ -29,10 +30,7 @@ CURVES = {
     "gap": "train/logprob_gap_mean",
     "staleness": "staleness/mean",
     "tokens/s": "rollout/tokens_per_second",
-    "scored/s": "reward/tokens_per_second",
-    "trained/s": "train/tokens_per_second",
-    "MFU": "train/mfu",
-    "GPU busy": "gpu/busy_share",
+    **SPEED,
     "dropped": "filter/groups_dropped",
     "zero variance": "filter/zero_variance_share",
     "seconds": "time/iteration_s",

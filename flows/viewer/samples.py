@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +21,7 @@ from millrace.core.contracts.ids import iteration_number, rollout_of
 from millrace.core.contracts.turns import place_of_columns, rows_that_count
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.plain_text import whole
-from millrace.flows.viewer.index import SampleTables
+from millrace.flows.viewer.index import SampleTable, SampleTables
 from millrace.flows.viewer.messages import Message, conversation, readable_json
 from millrace.flows.viewer.stored import Iteration, NotShown, Problems, ViewedRun
 from millrace.flows.viewer.tokens import TokenRow, by_token, texts_of, vocabulary
@@ -166,11 +167,12 @@ class Samples:
     def group(self, index: int, group: str) -> GroupView:
         """A group with its answers. Raises MissingFileError if the iteration has no such group."""
         iteration, problems = self._run.iteration(index), Problems()
-        rows = list(self._rows(iteration, group, "rollouts", OF_GROUP, problems).values())
-        figures = self._figures(iteration, group, problems)
+        table = self._tables.of(index)
+        rows = list(self._rows(iteration, table, group, "rollouts", OF_GROUP, problems).values())
+        figures = self._figures(iteration, table, group, problems)
         if not rows:
             raise _unknown("group", group, iteration, problems)
-        rewards = self._rows(iteration, group, "rewards", OF_REWARD, problems)
+        rewards = self._rows(iteration, table, group, "rewards", OF_REWARD, problems)
         first, pictures = rows[0], self._run.pictures(problems)
         talks = {row["sample_id"]: conversation(row, self._system(row["source"]), pictures) for row in rows}
         asked = _common(list(talks.values()))
@@ -198,13 +200,14 @@ class Samples:
     def sample(self, index: int, sample: str) -> SampleView:
         """A sample. Raises MissingFileError if the iteration has no such sample."""
         iteration, problems = self._run.iteration(index), Problems()
-        group = self.group_of(index, sample)
-        rows = self._rows(iteration, group, "rollouts", SPOKEN, problems)
+        table = self._tables.of(index)
+        group = _group_of(table, sample)
+        rows = self._rows(iteration, table, group, "rollouts", SPOKEN, problems)
         if sample not in rows:
             raise _unknown("sample", sample, iteration, problems)
         row = rows[sample]
         session = {name: row[name] for name in ("session_reward", "session_parts") if row[name] is not None}
-        figures = self._figures(iteration, group, problems).get(sample, {})
+        figures = self._figures(iteration, table, group, problems).get(sample, {})
         return SampleView(
             iteration=iteration.number,
             group=group,
@@ -213,7 +216,7 @@ class Samples:
             label=readable_json(row["label"]),
             metadata=readable_json(row["metadata"]),
             figures={**figures, "reason": figures.get("reason") or row["reason"]},
-            **_parts(self._rows(iteration, group, "rewards", OF_REWARD, problems).get(sample)),
+            **_parts(self._rows(iteration, table, group, "rewards", OF_REWARD, problems).get(sample)),
             session=session,
             timings=dict(row["timings"]),
             seed=row["seed"],
@@ -225,12 +228,13 @@ class Samples:
     def tokens(self, index: int, sample: str, first: int = 0, most: int = 4000) -> TokenRow:
         """A sample's tokens from `first` on, at most `most`. Raises MissingFileError if the iteration has no such sample."""
         iteration, problems = self._run.iteration(index), Problems()
-        group = self.group_of(index, sample)
-        rows = self._rows(iteration, group, "rollouts", OF_TOKENS, problems)
+        table = self._tables.of(index)
+        group = _group_of(table, sample)
+        rows = self._rows(iteration, table, group, "rollouts", OF_TOKENS, problems)
         if sample not in rows:
             raise _unknown("sample", sample, iteration, problems)
         row = rows[sample]
-        figures = self._figures(iteration, group, problems).get(sample, {})
+        figures = self._figures(iteration, table, group, problems).get(sample, {})
         values, missing = self._by_token(iteration, row, figures, problems)
         ids: list[int] = row["tokens"]
         prompt = len(ids) - row["response_length"]
@@ -325,10 +329,16 @@ class Samples:
         return None
 
     def _rows(
-        self, iteration: Iteration, group: str, parts: str, columns: Sequence[str], problems: Problems
+        self,
+        iteration: Iteration,
+        table: SampleTable,
+        group: str,
+        parts: str,
+        columns: Sequence[str],
+        problems: Problems,
     ) -> dict[str, dict[str, Any]]:
         """The rows of a group by sample: of the batch, and of these parts if not all its samples are there."""
-        listed = self._listed(iteration.index, group)
+        listed = _listed(table, group)
         rows: dict[str, dict[str, Any]] = {}
         if not listed or any(each["verdict"] in (None, "kept") for each in listed.values()):
             rows = {
@@ -387,70 +397,67 @@ class Samples:
 
         None if the table of samples does not know the group, or if there are few row groups.
         """
+        if not iteration.committed:
+            return None
         key = iteration.index, group
-        if key in self._near_ones:
-            return self._near_ones[key]
+        with self._lock:
+            if key in self._near_ones:
+                return self._near_ones[key]
         footers = [
-            (entry.path, number, group_of_rows.num_rows)
+            (entry, number, footer.row_group(number).num_rows)
             for entry, footer in iteration.tables.footers(iteration.of_kind("batch"), "batch", problems.note)
-            for number, group_of_rows in enumerate(map(footer.row_group, range(footer.num_row_groups)))
+            for number in range(footer.num_row_groups)
         ]
+        if len(footers) <= FEW:
+            return None
         (known,) = self._tables.of(iteration.index).ask(
             "SELECT count(*) FILTER (group_id = ?) AS wanted, count(*) FILTER (ordinal < (SELECT min(ordinal) FROM samples "
             "WHERE group_id = ?)) AS before FROM samples WHERE verdict = 'kept'",
             [group, group],
         )
         wanted, before = int(str(known["wanted"])), int(str(known["before"]))
-        if len(footers) <= FEW or not wanted:
+        if not wanted:
             return None
         ends = list(accumulate(rows for _, _, rows in footers))
         guess = min(bisect.bisect_right(ends, before), len(footers) - 1)
         found: list[tuple[str, int]] = []
         for at in sorted(range(len(footers)), key=lambda each: abs(each - guess)):
-            path, number, _ = footers[at]
-            for _, _, table in iteration.tables.groups(
-                [entry for entry in iteration.of_kind("batch") if entry.path == path],
-                "batch",
-                ["group_id"],
-                lambda _, each, __, number=number: each == number,  # type: ignore[misc]
-                problems.note,
-            ):
-                here = table.column("group_id").to_pylist().count(group)
-                wanted -= here
-                found += [(path, number)] if here else []
+            entry, number, _ = footers[at]
+            rows = iteration.tables.read(
+                [entry], "batch", ["group_id"], partial(_is_number, number), problems.note
+            )
+            here = rows.column("group_id").to_pylist().count(group)
+            wanted -= here
+            found += [(entry.path, number)] if here else []
             if wanted <= 0:
                 break
-        if iteration.committed and wanted <= 0:
-            self._near_ones[key] = found
-            while len(self._near_ones) > GROUPS_KEPT:
-                self._near_ones.popitem(last=False)
+        if wanted <= 0:
+            with self._lock:
+                self._near_ones[key] = found
+                while len(self._near_ones) > GROUPS_KEPT:
+                    self._near_ones.popitem(last=False)
         return found
 
-    def _listed(self, index: int, group: str) -> dict[str, dict[str, Any]]:
-        """The samples of a group in the table of the iteration."""
-        rows = self._tables.of(index).ask("SELECT * FROM samples WHERE group_id = ?", [group])
-        return {str(row["sample_id"]): row for row in rows}
-
-    def _figures(self, iteration: Iteration, group: str, problems: Problems) -> dict[str, dict[str, Any]]:
+    def _figures(
+        self, iteration: Iteration, table: SampleTable, group: str, problems: Problems
+    ) -> dict[str, dict[str, Any]]:
         """The figures of a group's samples. What a partial table lacks is read here."""
-        listed = self._listed(iteration.index, group)
-        if not self._tables.of(iteration.index).partial:
+        listed = _listed(table, group)
+        if not table.partial:
             return listed
         own: dict[str, dict[str, Any]] = {name: {} for name in listed}
-        kinds: list[tuple[str, tuple[str, ...]]] = [("batch", OF_BATCH)]
-        if any(row["verdict"] != "kept" for row in listed.values()):
+        verdicts = {row["verdict"] for row in listed.values()}
+        kinds: list[tuple[str, tuple[str, ...]]] = [("batch", OF_BATCH)] if "kept" in verdicts else []
+        if verdicts - {"kept"}:
             kinds += [("rollouts", OF_ROLLOUTS), ("rewards", OF_REWARD)]
         for kind, columns in kinds:
-            if kind == "batch" and all(row["verdict"] != "kept" for row in listed.values()):
-                continue
             for row in self._found(iteration, kind, group, columns, problems):
                 own.setdefault(row["sample_id"], {}).update(row)
         return {name: _filled(row, own[name]) for name, row in listed.items()}
 
     def group_of(self, index: int, sample: str) -> str:
         """The id of a sample's group; of an unknown sample, as its id says."""
-        rows = self._tables.of(index).ask("SELECT group_id FROM samples WHERE sample_id = ?", [sample])
-        return str(rows[0]["group_id"]) if rows else rollout_of(sample).rpartition("-")[0]
+        return _group_of(self._tables.of(index), sample)
 
     def _system(self, source: str) -> str | None:
         sources = self._run.settings.get("data", {}).get("sources", ())
@@ -460,6 +467,21 @@ class Samples:
         if not self._vocabulary:
             self._vocabulary.append(vocabulary(self._run.folder, self._run.settings))
         return self._vocabulary[0]
+
+
+def _is_number(wanted: int, _: object, number: int, __: object) -> bool:
+    return number == wanted
+
+
+def _listed(table: SampleTable, group: str) -> dict[str, dict[str, Any]]:
+    """The samples of a group in the table of its iteration."""
+    rows = table.ask("SELECT * FROM samples WHERE group_id = ?", [group])
+    return {str(row["sample_id"]): row for row in rows}
+
+
+def _group_of(table: SampleTable, sample: str) -> str:
+    rows = table.ask("SELECT group_id FROM samples WHERE sample_id = ?", [sample])
+    return str(rows[0]["group_id"]) if rows else rollout_of(sample).rpartition("-")[0]
 
 
 def _filled(listed: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ changes nothing. Knows nothing of pages.
 
 from __future__ import annotations
 
-import base64
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from millrace.connectors.storage.parts import PART_FOLDERS, list_parts
 from millrace.connectors.storage.ranged import RangedTables
 from millrace.connectors.storage.run_folder import LOGPROBS, MANIFEST, RunFolder, manifest_of, numbers_of
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.contracts.images import DATA_URL
+from millrace.core.contracts.images import data_url
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.flows.driver.stored_run import run_record, settings_of
 from millrace.flows.viewer.messages import Pictures
@@ -104,9 +103,13 @@ class ViewedRun:
         """Shows the pictures of prompts, made again from their pixels. A broken or missing one is a problem."""
         stored = StoredImages(self.folder.store)
 
+        shown: dict[str, str] = {}  # a group's samples have one prompt
+
         def picture(name: str) -> str | None:
             try:
-                return f"{DATA_URL}{base64.b64encode(as_stored(opened(stored.read(name).png))).decode()}"
+                if name not in shown:
+                    shown[name] = data_url(as_stored(opened(stored.read(name).png)))
+                return shown[name]
             except StorageError as error:
                 problems.note(error)
                 return None

@@ -85,6 +85,7 @@ class KvPlaces:
         self._admit()
         try:
             await given
+            self._watch_on()
             yield
         finally:
             if given.done() and not given.cancelled():
@@ -96,6 +97,12 @@ class KvPlaces:
         """Read these engines now, and from time to time while samples are in flight."""
         self._engines = engines
         await self._read()
+        self._watch_on()
+
+    def _watch_on(self) -> None:
+        """Go on reading, if that ended because no sample was in flight."""
+        if self._engines is None:
+            return
         loop = asyncio.get_running_loop()  # a shard has one for each of its tasks
         if self._watching is None or self._watching.done() or self._watching.get_loop() is not loop:
             self._watching = loop.create_task(self._watch())

@@ -3,7 +3,6 @@
 Owns the row of a sample. Knows nothing of engines or files.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
@@ -72,7 +71,7 @@ class Answers:
             priority=ctx.index,
             flush=Flush(every, segments) if every else None,
             routed=made.routed,
-            images=await asyncio.to_thread(ctx.runtime.prompts.sent_images, group.prompt),
+            images=await ctx.runtime.prompts.sent_images(group.prompt),
         )
         row = generated_sample(group, index, seed, made.then(answer, self._text_of))
         if row.status == "aborted":

@@ -3,6 +3,7 @@
 Owns that each is read once. The ledger decides what is drawn (millrace.core.accounts.ledger).
 """
 
+import asyncio
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
@@ -77,12 +78,19 @@ class Prompts:
         usable = (item for item in read if isinstance(item, UsablePrompt))
         return self._stored.keep(picture for item in usable for picture in item.pictures)
 
-    def sent_images(self, prompt: str) -> SentImages | None:
+    @cached_property
+    def held_out_images(self) -> list[FileEntry]:
+        """The files of the pictures of all evaluation sets, which are stored at the first use."""
+        read = (item for each in self.config.evaluation.sets for item in self.held_out(each).usable)
+        return self.keep_images(read)
+
+    async def sent_images(self, prompt: str) -> SentImages | None:
         """The pictures of a stored prompt, for an engine; None if it has none. prompt: as JSON."""
-        if self.images is None:
-            return None
+        return None if self.images is None else await asyncio.to_thread(self._sent, self.images, prompt)
+
+    def _sent(self, images: RowPictures, prompt: str) -> SentImages | None:
         names = image_names(json.loads(prompt))
-        return SentImages(self.images.rules.token, tuple(map(self._image, names))) if names else None
+        return SentImages(images.rules.token, tuple(map(self._image, names))) if names else None
 
     def unsampled(self, sets: Iterable[PromptRows]) -> Sequence[int]:
         """Ids that no answer to these sources may contain, since they stand for pictures."""

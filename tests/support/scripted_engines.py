@@ -25,9 +25,14 @@ def generation(
 FEW = generation([7, 8], [-0.5, -0.25], "2 .")
 
 
+async def _no_images(prompt: str) -> None:
+    """The pictures of a prompt."""
+
+
 # of prompts in a test that has no pictures
 TEXT_ALONE: dict[str, Any] = {
-    "sent_images": lambda prompt: None,
+    "sent_images": _no_images,
+    "held_out_images": [],
     "unsampled": lambda sources: (),
     "keep_images": lambda read: [],
 }

@@ -77,6 +77,24 @@ async def test_the_smallest_number_starts_first_and_a_cancelled_one_keeps_no_pla
     assert places.in_flight == 0
 
 
+async def test_readings_go_on_after_a_time_without_samples_in_flight() -> None:
+    places = KvPlaces(100, 100, every_s=0.001)
+    engines = Loaded(ROOM_FOR_FOUR)
+    async with places.place(None):
+        await places.watch(engines)
+    await asyncio.sleep(0.05)  # the readings end with the last sample
+    read: list[int] = []
+    engines.load = lambda: noted(read)  # type: ignore[method-assign]
+
+    async def noted(read: list[int]) -> EngineLoad:
+        read.append(places.in_flight)
+        return ROOM_FOR_FOUR
+
+    async with places.place(None):
+        await asyncio.sleep(0.05)
+    assert 1 in read
+
+
 async def test_a_lost_engine_changes_nothing_and_one_that_gives_no_load_is_refused() -> None:
     places = KvPlaces(10, 100)
     await places.watch(Loaded(EngineLostError("engine-0: gone")))

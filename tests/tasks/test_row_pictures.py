@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.core.config import RunConfig
 from millrace.core.config.data import Data, Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.images import image_names
 from millrace.core.contracts.rows.prompts import Quarantined
 from millrace.core.families.images import image_rules
+from millrace.flows.preflight.check_data import check_rows
+from millrace.flows.preflight.check_model import ReadModel
+from millrace.flows.preflight.first_rows import CheckedRows
 from millrace.tasks.data.images import RowPictures
 from millrace.tasks.data.prompt_dataset import load_prompts
 from millrace.tasks.data.rows import DrawnRows, UsablePrompt
@@ -121,3 +126,26 @@ def test_a_row_whose_pictures_cannot_be_used_is_set_aside(
     (refused,) = found.quarantined
     assert isinstance(refused, Quarantined)
     assert refused.reason.startswith(reason), refused.reason
+
+
+def test_a_check_counts_each_row_with_its_own_pictures(
+    tmp_path: Path, make_config: Callable[..., RunConfig]
+) -> None:
+    """A row that is set aside for its stops takes its pictures with it."""
+    model = build_tiny_vision(tmp_path / "model", "qwen2_5_vl")
+    (tmp_path / "a.png").write_bytes(as_file(noise(3 * SIDE, 2 * SIDE)))
+    source = write(
+        tmp_path,
+        [
+            {"prompt": "<image>?", "images": ["a.png"], "label": "1", "own": {"stop": ["x<eos>"]}},
+            {"prompt": "2+3=", "label": "5", "own": {"stop": ["y"]}},
+        ],
+    ).model_copy(update={"sampling_key": "own", "chat": False})
+    values = {"sources": [source.model_dump()], "max_prompt_tokens": 50}
+    config = make_config(model={"path": str(model)}, data=values, trainer={"kind": "fsdp"})
+    rows = CheckedRows("data.sources.shapes", source)
+    assert not [*rows.read()]
+    tokenizer = build_tokenizer().backend_tokenizer
+    assert not [*check_rows(config, rows, ReadModel(tokenizer=tokenizer, here=config))]
+    assert [row.row for row in rows.usable] == [1]
+    assert rows.pictured == [0]

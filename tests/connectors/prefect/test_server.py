@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from millrace.connectors.host.local_server import listening
+from millrace.connectors.host.process_identity import is_alive
 from millrace.connectors.prefect import server
 from millrace.core.errors import ConfigError, MillraceError
 from tests.support.flow_runs import Workplace, basic
@@ -75,7 +76,7 @@ def test_two_servers_started_at_once_are_two_and_each_is_stopped_by_its_own_home
     record = places[0].folder / "home" / "prefect-server.json"
     record.write_text(record.read_text()[:20])  # and it is found without its record
     assert "stopped" in places[0].call("server", "stop")
-    assert not psutil.pid_exists(records[0]["pid"])
+    assert not is_alive(records[0]["pid"], records[0]["created"])
     assert not record.exists()
     assert psutil.Process(records[1]["pid"]).is_running()
     assert "stopped" in places[1].call("server", "stop")

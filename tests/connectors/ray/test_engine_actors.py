@@ -59,11 +59,12 @@ async def test_engines_as_actors_survive_the_loss_of_one_and_of_their_driver(
     ]
     await asyncio.sleep(0.3)
     state = await actor(1).state()
+    server = psutil.Process(state["pid"])
     os.kill(state["actor_pid"], signal.SIGKILL)
     found = await asyncio.gather(*running)
     assert len({tuple(g.output_ids) for g in found}) == 1
     assert {g.weight_versions[0] for g in found} == {(0, 1)}
-    assert not psutil.pid_exists(state["pid"])  # the server died with its actor
+    assert not wait_ended([server], 10)  # the server died with its actor
     await recover(1)
     assert fleet.unconfirmed(1) == []
     assert fleet.restarts == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from millrace.core.config.rollout import SessionSection
 from millrace.core.errors import ConfigError
 from millrace.flows.chat.speaker import OnText, Said, settled
 from millrace.flows.chat.talk import ChatTools, Talk
+from millrace.flows.commands.chat import _answer
 from tests.support.session_place import CALL, TOKENIZER
 
 FUNCTIONS = "tests.support.chat_tools"
@@ -144,6 +146,16 @@ async def test_a_turn_that_fails_leaves_the_conversation_as_it_was() -> None:
     assert (talk.ids, talk.turns) == (before, 1)
     await talk.say("2+2=", Kept())
     assert model.asked[2] == model.asked[1]
+
+
+def test_a_message_that_one_of_two_cannot_answer_is_in_neither_conversation() -> None:
+    first, second = talk_of("It is 2.", "It is 4.")[0], talk_of("It is 2.", "")[0]
+    with asyncio.Runner() as runner:
+        _answer(runner, [first, second], ["one", "two"], "1+1=")
+        before = [(list(talk.ids), talk.turns) for talk in (first, second)]
+        assert [turns for _, turns in before] == [1, 1]
+        _answer(runner, [first, second], ["one", "two"], "2+2=")
+    assert [(talk.ids, talk.turns) for talk in (first, second)] == before
 
 
 async def test_an_answer_that_is_cut_off_is_said_and_calls_nothing() -> None:
