@@ -8,6 +8,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -69,7 +70,8 @@ class KvPlaces:
         self._ended = 0  # since the last reading
         self._order = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap by priority, then by order
-        self._engines: Dispatcher | None = None
+        # of generators in use: one for each version, or range of versions, that samples are made with now
+        self._engines = weakref.WeakSet[Dispatcher]()
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -94,14 +96,14 @@ class KvPlaces:
                 self._admit()
 
     async def watch(self, engines: Dispatcher) -> None:
-        """Read these engines now, and from time to time while samples are in flight."""
-        self._engines = engines
+        """Read these engines now, and from time to time while samples are in flight and others use them."""
+        self._engines.add(engines)
         await self._read()
         self._watch_on()
 
     def _watch_on(self) -> None:
         """Go on reading, if that ended because no sample was in flight."""
-        if self._engines is None:
+        if not self._engines:
             return
         loop = asyncio.get_running_loop()  # a shard has one for each of its tasks
         if self._watching is None or self._watching.done() or self._watching.get_loop() is not loop:
@@ -120,10 +122,8 @@ class KvPlaces:
             await self._read()
 
     async def _read(self) -> None:
-        assert self._engines is not None, "watch comes first"
-        readings = await asyncio.gather(
-            *(engine.load() for engine in self._engines.caching), return_exceptions=True
-        )
+        engines = dict.fromkeys(engine for each in self._engines for engine in each.caching)
+        readings = await asyncio.gather(*(engine.load() for engine in engines), return_exceptions=True)
         for reading in readings:
             # a lost engine is noticed by its requests
             if isinstance(reading, BaseException) and not isinstance(reading, EngineLostError):

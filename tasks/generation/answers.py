@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Answers:
             priority=ctx.index,
             flush=Flush(every, segments) if every else None,
             routed=made.routed,
-            images=await ctx.runtime.prompts.sent_images(group.prompt),
+            images=partial(ctx.runtime.prompts.sent_images, group.prompt),
         )
         row = generated_sample(group, index, seed, made.then(answer, self._text_of))
         if row.status == "aborted":

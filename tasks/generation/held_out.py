@@ -239,7 +239,7 @@ def _at_once(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerato
             session=None,
             own=own,
             priority=ctx.index,  # before rollouts of later iterations: the next sync waits for it
-            images=await ctx.runtime.prompts.sent_images(place.prompt),
+            images=partial(ctx.runtime.prompts.sent_images, place.prompt),
         )
         found = place.scorable()
         found["response"], found["status"] = answer.text, answer.status

@@ -118,14 +118,15 @@ class SampleGenerator:
         priority: int | None = None,
         flush: Flush | None = None,
         routed: bytes = b"",
-        images: SentImages | None = None,
+        images: Callable[[], Awaitable[SentImages | None]] | None = None,
     ) -> Answer:
         """Generate one answer. Equal tokens, seed and weights give an equal answer.
 
         `session` keeps the samples of a group together. own: sampling parameters of this answer alone. made: its earlier
         part, which it continues. priority: the smallest of waiting requests goes first. flush: stores its tokens meanwhile.
-        routed: stored experts of the first tokens, which are not asked for again. images: pictures of the prompt. If
-        no engine can generate it, the answer has the reason. Raises BudgetError if too many samples failed.
+        routed: stored experts of the first tokens, which are not asked for again. images: reads the pictures of the prompt,
+        once the sample has a place. If no engine can generate it, the answer has the reason. Raises BudgetError if too many
+        samples failed.
         """
         self.outstanding += 1
         async with self._places.place(priority):
@@ -146,7 +147,7 @@ class SampleGenerator:
                         experts=AskedExperts(self._form, len(routed) // self._form.width)
                         if self._form
                         else None,
-                        images=images,
+                        images=await images() if images else None,
                     )
             except EngineError as error:
                 reason = str(error)

@@ -30,10 +30,11 @@ class Loaded(ScriptedEngines):
     def __init__(self, *loads: EngineLoad | EngineError) -> None:
         super().__init__()
         self.loads = loads
+        self.serves = True
 
     @property
     def caching(self) -> Sequence[Loaded]:  # type: ignore[override]  # only `load` is asked
-        return [self]
+        return [self] if self.serves else []
 
     async def load(self) -> EngineLoad:
         first, *others = self.loads
@@ -93,6 +94,18 @@ async def test_readings_go_on_after_a_time_without_samples_in_flight() -> None:
     async with places.place(None):
         await asyncio.sleep(0.05)
     assert 1 in read
+
+
+async def test_engines_that_serve_no_version_of_an_evaluation_are_read_on() -> None:
+    """Its engines go on to the next version, and rollouts are made by the others' readings."""
+    places = KvPlaces(100, 100, every_s=0.001)
+    rollout, evaluation = Loaded(ROOM_FOR_FOUR, EngineLoad(0.95, 400, 4, 0)), Loaded(ROOM_FOR_FOUR)
+    async with places.place(None):
+        await places.watch(rollout)
+        await places.watch(evaluation)
+        evaluation.serves = False
+        await asyncio.sleep(0.05)
+    assert places.state.limit == 1
 
 
 async def test_a_lost_engine_changes_nothing_and_one_that_gives_no_load_is_refused() -> None:
