@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from millrace.core.families.decoder import EXPERT_COUNTS
+from millrace.core.families.decoder import EXPERT_COUNTS, TOGETHER
 from millrace.core.families.delta_net import DeltaNet
 from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import family_named
@@ -57,6 +57,9 @@ class Architecture:
     further_layers: int  # stored after the last, not used: they predict tokens after the next one
     output_gate: bool  # whether what a head attends to is multiplied by a gate
     centred: bool  # whether a norm multiplies by its weight plus 1
+    experts_together: (
+        bool  # whether tensors hold all experts of a layer, in a family of which some checkpoints do
+    )
     delta: DeltaNet | None  # of the layers without keys of all tokens; None: there are none
 
     def sizes(self, layer: int | None = None) -> dict[str, int]:
@@ -95,9 +98,18 @@ class Architecture:
         """Numbers of the layers with delta net."""
         return self.delta.layers if self.delta else ()
 
+    @property
+    def experts_apart(self) -> bool:
+        """The opposite of `experts_together`."""
+        return not self.experts_together
+
+    def has(self, part: ModelPart) -> bool:
+        """Whether it has the flag that a part of its family asks for."""
+        return not part.when or bool(getattr(self, part.when))
+
     def shapes(self, part: ModelPart, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Shapes of a part's tensors, of one expert if it is an expert's; empty if the layer with these sizes does not have it."""
-        if part.when and not getattr(self, part.when):
+        if not self.has(part):
             return {}
         shapes = {name: tuple(sizes[size] for size in shape) for name, shape in part.tensors.items()}
         return shapes if all(map(all, shapes.values())) else {}
@@ -178,11 +190,12 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
     experts = next((hf[key] for key in EXPERT_COUNTS if key in hf), 0)
     mixtures = expert_layers(hf) if experts else ()
     head_dim = hf.get("qk_head_dim", hf["head_dim"])
+    ffn = hf.get("intermediate_size", 0)  # without dense layers there is none
     return Architecture(
         family=family.name,
         layers=hf["num_hidden_layers"],
         hidden=hf["hidden_size"],
-        ffn=hf["intermediate_size"],
+        ffn=ffn,
         heads=hf["num_attention_heads"],
         kv_heads=hf["num_key_value_heads"],
         head_dim=head_dim,
@@ -200,7 +213,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         rope_scaling=_scaling(hf.get("rope_scaling")),
         experts=experts if mixtures else 0,
         expert_layers=mixtures,
-        expert_ffn=hf.get("moe_intermediate_size", hf["intermediate_size"]) if mixtures else 0,
+        expert_ffn=hf.get("moe_intermediate_size", ffn) if mixtures else 0,
         experts_used=hf["num_experts_per_tok"] if mixtures else 0,
         shared_ffn=_shared_ffn(hf) if mixtures else 0,
         shared_gate=bool(mixtures) and "shared_expert_intermediate_size" in hf,
@@ -215,6 +228,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         further_layers=hf.get("num_nextn_predict_layers", 0),
         output_gate=any(part.form == "gated_heads" for part in family.layer),
         centred=family.centred,
+        experts_together=hf.get(TOGETHER, False),
         delta=_delta(hf) if family.delta_net else None,
     )
 

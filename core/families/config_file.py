@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from millrace.core.errors import ConfigError, remedy_of
-from millrace.core.families.decoder import EXPERT_COUNTS
+from millrace.core.families.decoder import EXPERT_COUNTS, TOGETHER
 from millrace.core.families.delta_net import linear_layers
 from millrace.core.families.family import REFUSED, Family, Honoured
 from millrace.core.families.registry import family_named, family_of, known_names
 from millrace.core.families.rotary import ROTARY, rotary
 from millrace.core.families.routing import BEST
+from millrace.core.families.weight_files import tensor_names
 from millrace.core.families.windows import windows
 from millrace.core.plain_text import json_text
 
@@ -54,12 +55,21 @@ READ_AS_NULL = (
 
 
 def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
-    """The resolved config.json of a folder, as `resolved` returns it. `field`: the setting that named the folder.
+    """The resolved config.json of a folder, as `resolved` returns it, and how the folder stores experts.
+
+    `field`: the setting that named the folder.
 
     Raises ConfigError with the field, the file and the key.
     """
     where = f"{field} = {folder}"
-    return resolved(read_object(Path(folder) / "config.json", where), where)
+    values = resolved(read_object(Path(folder) / "config.json", where), where)
+    # no key of config.json says it
+    parts = [part for part in family_named(values["model_type"]).layer if part.when == TOGETHER]
+    if parts and {name.format(layer=0) for part in parts for name in part.tensors} & tensor_names(
+        Path(folder)
+    ):
+        values[TOGETHER] = True
+    return values
 
 
 def read_object(path: Path, where: str, remedy: str = WHOLE) -> dict[str, Any]:

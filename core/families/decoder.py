@@ -80,6 +80,7 @@ def _latent_head(sizes: Mapping[str, Any]) -> Any:
 
 
 GATE_SLOPE = 1.702  # of clamped gates
+TOGETHER = "experts_together"  # the flag of an Architecture of which a tensor holds all experts of a layer
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # keys of which a mixture has one
 # of Qwen's mixtures of experts
 EXPERT_SIZES = {
@@ -313,13 +314,32 @@ DENSE_AS_ONE = (
     ),
     DENSE[1],
 )
+ROUTER = (ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),)
 EXPERTS = (
-    ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.gate.weight": ("experts", "hidden")}),
+    *ROUTER,
     *gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", "expert_ffn"),
 )
 _EXPERT = f"{_IN}.mlp.experts.local_experts.{{expert}}"
-# a router and experts with biases; tensors of all experts of a layer, [experts, in, out]
-STACKED_EXPERTS = (
+# the same, stored one by one or in tensors of all experts of a layer
+EXPERTS_IN_EITHER_FORM = (
+    *ROUTER,
+    *only_with("experts_apart", EXPERTS[len(ROUTER) :]),
+    ModelPart(
+        f"{_EXPERT}.linear_fc1.weight",
+        {f"{_AT}.mlp.experts.gate_up_proj": ("experts", "expert_pair", "hidden")},
+        0,
+        "halves",
+        when=TOGETHER,
+    ),
+    ModelPart(
+        f"{_EXPERT}.linear_fc2.weight",
+        {f"{_AT}.mlp.experts.down_proj": ("experts", "hidden", "expert_ffn")},
+        1,
+        when=TOGETHER,
+    ),
+)
+# a router and experts with biases; tensors of all experts of a layer
+BIASED_EXPERTS = (
     ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.router.weight": ("experts", "hidden")}),
     ModelPart(f"{_IN}.mlp.router.bias", {f"{_AT}.mlp.router.bias": ("experts",)}),
     ModelPart(
@@ -327,6 +347,7 @@ STACKED_EXPERTS = (
         {f"{_AT}.mlp.experts.gate_up_proj": ("experts", "hidden", "expert_pair")},
         0,
         "turns",
+        inputs_first=True,
     ),
     ModelPart(
         f"{_EXPERT}.linear_fc1.bias",
@@ -338,6 +359,7 @@ STACKED_EXPERTS = (
         f"{_EXPERT}.linear_fc2.weight",
         {f"{_AT}.mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
         1,
+        inputs_first=True,
     ),
     ModelPart(f"{_EXPERT}.linear_fc2.bias", {f"{_AT}.mlp.experts.down_proj_bias": ("experts", "hidden")}),
 )

@@ -58,8 +58,8 @@ class ModelPart:
     `form`: how the tensors make the parameter: `one` is alone; `pair` stands one after the other, `halves` are such a pair in one
     tensor, `turns` the same with their columns in turns, `heads` query, key and value by group of heads, `gated_heads` these with
     a gate after each query, `key_heads` as `DeltaNet.rows_by_key_head` says, `joined` one after the other. An expert's part whose
-    tensors do not name the expert is `stacked`: they hold all experts of a layer, [experts, in, out]. `split`: the dimension that is cut over tensor parallel ranks; None:
-    each has all of it. `pieces`: names of the parts of that dimension that are cut each by itself, and of their sizes. `when`: the
+    tensors do not name the expert is `stacked`: they hold all experts of a layer, [experts, out, in], or if `inputs_first`
+    [experts, in, out]. `split`: the dimension that is cut over tensor parallel ranks; None: each has all of it. `pieces`: names of the parts of that dimension that are cut each by itself, and of their sizes. `when`: the
     flag of an Architecture without which a model has no such part. `trained`: whether steps
     change it; a part that they do not change is in float32, whatever the type of the weights.
     """
@@ -71,6 +71,7 @@ class ModelPart:
     pieces: Mapping[str, str] = field(default_factory=dict)
     when: str = ""
     trained: bool = True
+    inputs_first: bool = False
 
     @property
     def of_experts(self) -> bool:
@@ -83,15 +84,15 @@ class ModelPart:
         return self.of_experts and not any("{expert}" in name for name in self.tensors)
 
     def of_expert(self, tensor: Any) -> Any:
-        """An expert's parameter, whole, from its share [in, out] or [out] of a stacked tensor; gate and up are its halves."""
-        rows = tensor.transpose(0, 1) if tensor.ndim == 2 else tensor
+        """An expert's parameter, whole, from its share of a stacked tensor; gate and up are its halves."""
+        rows = tensor.transpose(0, 1) if self.inputs_first else tensor
         return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.form == "turns" else rows
 
     def to_stack(self, parameter: Any) -> Any:
         """The inverse of `of_expert`."""
         turned = self.form == "turns"
         rows = parameter.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if turned else parameter
-        return rows.transpose(0, 1) if rows.ndim == 2 else rows
+        return rows.transpose(0, 1) if self.inputs_first else rows
 
     def renamed(self, old: str, new: str) -> ModelPart:
         """The same part with other names of tensors."""

@@ -33,7 +33,7 @@ GPT_OSS = Family(
         *decoder.QKV_BIAS,
         *decoder.OUTPUT_BIAS,
         *decoder.SINKS,
-        *decoder.STACKED_EXPERTS,
+        *decoder.BIASED_EXPERTS,
     ),
     after=decoder.AFTER,
     rotary_default={

@@ -111,7 +111,35 @@ def _qwen3_5(
 ) -> dict[str, Any]:
     return {
         "model_type": "qwen3_5",
-        **_sizes(layers, hidden, ffn, heads, kv_heads, 248320),
+        "intermediate_size": ffn,
+        **_qwen3_5_attention(layers, hidden, heads, kv_heads, value_heads),
+        "tie_word_embeddings": hidden <= 2560,
+    }
+
+
+def _qwen3_5_moe(
+    layers: int, hidden: int, heads: int, value_heads: int, experts: int, used: int, expert_ffn: int
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_5_moe",
+        **_qwen3_5_attention(layers, hidden, heads, 2, value_heads),
+        "num_experts": experts,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": expert_ffn,
+        "shared_expert_intermediate_size": expert_ffn,
+        "tie_word_embeddings": False,
+    }
+
+
+def _qwen3_5_attention(
+    layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": 248320,
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
         "full_attention_interval": 4,
@@ -123,7 +151,6 @@ def _qwen3_5(
         "max_position_embeddings": 262144,
         "rope_theta": 1e7,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": hidden <= 2560,
     }
 
 
@@ -547,6 +574,23 @@ PRESETS: dict[str, ModelPreset] = {
         "Qwen/Qwen3.5-27B",
         _qwen3_5(64, 5120, 17408, 24, 4, 48),
         (_L(8, tensor=4, engine=2, recompute="full"), _L(16, tensor=4, engine=2, recompute="full")),
+        QWEN35_SAMPLING,
+        QWEN35_NOTES,
+    ),
+    "qwen3.5-35b-a3b": ModelPreset(
+        "Qwen/Qwen3.5-35B-A3B",
+        _qwen3_5_moe(40, 2048, 16, 32, 256, 8, 512),
+        (
+            _L(8, tensor=2, expert=8, engine=2, recompute="full"),
+            _L(16, tensor=2, expert=16, engine=2, recompute="full"),
+        ),
+        QWEN35_SAMPLING,
+        QWEN35_NOTES,
+    ),
+    "qwen3.5-397b-a17b": ModelPreset(
+        "Qwen/Qwen3.5-397B-A17B",
+        _qwen3_5_moe(60, 4096, 32, 64, 512, 10, 1024),
+        (_L(128, tensor=2, pipeline=2, expert=32, engine=16, recompute="full"),),
         QWEN35_SAMPLING,
         QWEN35_NOTES,
     ),

@@ -21,6 +21,7 @@ from millrace.core.families.qwen2 import QWEN2
 from millrace.core.families.qwen2_moe import QWEN2_MOE
 from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
 from millrace.core.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from millrace.core.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from millrace.core.families.qwen3_next import QWEN3_NEXT
 from millrace.core.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
 
@@ -34,6 +35,7 @@ BUILT_IN = (
     QWEN3_MOE,
     QWEN3_NEXT,
     QWEN3_5_TEXT,
+    QWEN3_5_MOE_TEXT,
     GLM4,
     DEEPSEEK_V3,
     KIMI_K2,
@@ -41,7 +43,8 @@ BUILT_IN = (
     GPT_OSS,
     GLM4_MOE,
 )
-OTHER_FORMS = (QWEN3_5, QWEN2_5_VL, QWEN3_VL)  # of families that are there, as other checkpoints store them
+# of families that are there, as other checkpoints store them
+OTHER_FORMS = (QWEN3_5, QWEN3_5_MOE, QWEN2_5_VL, QWEN3_VL)
 _known: dict[str, Family] = {family.name: family for family in (*BUILT_IN, *OTHER_FORMS)}
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from millrace.core.families.tensors import INDEX
 from millrace.core.families.tokenizer_file import name_ends
+from millrace.core.families.weight_files import INDEX
 from millrace.core.plain_text import json_text
 
 # with the code of models and tokenizers that transformers does not have; nothing here runs it

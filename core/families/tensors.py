@@ -22,9 +22,8 @@ from millrace.core.families.family import ModelPart
 from millrace.core.families.quantised.kinds import DTYPE as MADE_IN
 from millrace.core.families.quantised.kinds import Quantisation, quantisation_of
 from millrace.core.families.registry import every_family, family_named
+from millrace.core.families.weight_files import INDEX, ONLY_FILE
 
-INDEX = "model.safetensors.index.json"
-ONLY_FILE = "model.safetensors"
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of the readable types
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 LEFT_OVER = re.compile(
@@ -134,7 +133,7 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
 
 def stacked_names(arch: Architecture) -> list[str]:
     """Names of the tensors that hold all experts of a layer."""
-    parts = [part for part in family_named(arch.family).layer if part.stacked]
+    parts = [part for part in family_named(arch.family).layer if part.stacked and arch.has(part)]
     return [
         name.format(layer=layer) for layer in arch.expert_layers for part in parts for name in part.tensors
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture, architecture
-from millrace.core.families.config_file import WHOLE, read_object, resolved
+from millrace.core.families.config_file import WHOLE, read_hf_config, read_object
 from millrace.core.families.registry import family_of
 
 
@@ -24,7 +24,7 @@ def shape_of(folder: str, field: str = "model.path") -> Architecture | None:
     config = read_object(Path(folder) / "config.json", where)
     if family_of(config.get("model_type")) is None:
         return None
-    return architecture(resolved(config, where))
+    return architecture(read_hf_config(folder, field))
 
 
 def read_unknown(folder: str, field: str = "model.path") -> UnknownModel:

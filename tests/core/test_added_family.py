@@ -39,8 +39,7 @@ hidden, _, _ = decoder.prefill(tokens)
 with torch.no_grad():
     theirs = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)(tokens).logits[0]
 print("logits", float((decoder.logits(hidden[0]) - theirs).abs().max()))
-options = dict(family="other", layer_offset=1, expert_offset=0, tied=False)
-print("names", *lookup("decoder.layers.0.mlp.linear_fc1.weight", **options).names)
+print("names", *lookup("decoder.layers.0.mlp.linear_fc1.weight", shape, layer_offset=1, expert_offset=0).names)
 """
 
 

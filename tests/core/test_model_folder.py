@@ -18,7 +18,8 @@ from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import resolved
 from millrace.core.families.decoder import EMBEDDING, HEAD
 from millrace.core.families.registry import BUILT_IN
-from millrace.core.families.tensors import INDEX, kept_tensors, tensor_shapes, weight_tensors
+from millrace.core.families.tensors import kept_tensors, tensor_shapes, weight_tensors
+from millrace.core.families.weight_files import INDEX
 
 SIZES: dict[str, Any] = {
     "vocab_size": 10,
@@ -815,6 +816,7 @@ def shape_of(family: str, tied: bool = False, **more: Any) -> Any:
         "mistral": {"sliding_window": None},
         "qwen3_next": {**shared, **DELTA_NET, "norm_topk_prob": False},
         "qwen3_5_text": DELTA_NET,
+        "qwen3_5_moe_text": {**shared, **DELTA_NET, "num_experts_per_tok": 2},
         "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
         "kimi_k2": {**LATENT, "first_k_dense_replace": 1, "q_lora_rank": None},
         "glm4_moe_lite": LATENT,

@@ -24,7 +24,8 @@ from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.conversion.sources import TorchDistSource
 from millrace.core.errors import ConfigError, StorageError
 from millrace.core.families.architecture import architecture
-from millrace.core.families.tensors import INDEX, weight_tensors
+from millrace.core.families.tensors import weight_tensors
+from millrace.core.families.weight_files import INDEX
 from millrace.flows.commands.branch import branch_run
 from millrace.flows.commands.named_files import check_file, named_by_records
 from millrace.flows.commands.replay import export_folder

@@ -41,6 +41,7 @@ CASES = {
     "sinks gathered": Case("gpt_oss", {"context": 2}, {"num_key_value_heads": 1}),
     "windows gathered": Case("mistral", {"context": 2}, {"num_key_value_heads": 1, "sliding_window": 8}),
     "stacked experts apart": Case("gpt_oss", {"expert": 2}),
+    "delta nets, experts apart": Case("qwen3_5_moe_text", {"expert": 2}),
     "sigmoid experts apart": Case("glm4_moe", {"expert": 2}),
     "sigmoid experts apart, cut": Case("deepseek_v3", {**CUT, "expert": 2}),
     "experts cut": Case("qwen2_moe", {"expert_tensor": 2}),

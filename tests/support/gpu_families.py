@@ -85,6 +85,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 128},
     "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 128},
     "glm4": {},
     "deepseek_v3": {
         **LATENT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ CLASSES = {
     "glm4_moe": "Glm4Moe",
     "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
 }
-
+# published checkpoints, which also see pictures, and the family of their language model
+SEEING = {"qwen3_5_moe": "qwen3_5_moe_text"}
+TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "num_position_embeddings": 4}
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -117,6 +121,7 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
     import torch
     import transformers
 
+    form, family = family, SEEING.get(family, family)
     values: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": 32,
@@ -164,6 +169,9 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         values |= QWEN3_NEXT
     if family == "qwen3_5_text":
         values |= DELTA_NET
+    if family == "qwen3_5_moe_text":
+        values |= QWEN3_NEXT
+        del values["intermediate_size"], values["norm_topk_prob"]
     if family == "mistral":
         values |= {"sliding_window": None}
     if family in ("deepseek_v3", "kimi_k2", "glm4_moe_lite"):
@@ -175,9 +183,19 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         values |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "v_head_dim": 18}
     if family == "glm4_moe_lite":
         values |= {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False}
-    kind = getattr(transformers, f"{CLASSES[family]}ForCausalLM")
+    values |= changes
+    kind = getattr(
+        transformers, f"{CLASSES[family]}{'ForConditionalGeneration' if form in SEEING else 'ForCausalLM'}"
+    )
+    if form in SEEING:
+        tower = {**TOWER, "out_hidden_size": values["hidden_size"]}
+        values = {
+            "text_config": values,
+            "vision_config": tower,
+            "tie_word_embeddings": values["tie_word_embeddings"],
+        }
     torch.manual_seed(1)
-    made = kind(kind.config_class(**{**values, **changes}))
+    made = kind(kind.config_class(**values))
     with torch.no_grad():  # norms and biases start at 1 and 0, which would hide a mix-up
         for name, parameter in made.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):
@@ -186,11 +204,37 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.02 * torch.randn_like(buffer))  # scores differ by as much
     made.save_pretrained(folder)
+    if form in SEEING:
+        stack_experts(folder)
     if family == "kimi_k2":
         know_kimi()
         written = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(written | {"model_type": family}))
     return folder
+
+
+def stacked(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a checkpoint with the experts of each layer together, as published Qwen3.5 has them and transformers writes them not."""
+    import torch
+
+    apart = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+    made, layers = dict(tensors), dict[str, dict[tuple[int, str], Any]]()
+    for match in [match for match in map(apart.fullmatch, tensors) if match]:
+        layers.setdefault(match[1], {})[int(match[2]), match[3]] = made.pop(match[0])
+    for layer, each in layers.items():
+        every = range(len(each) // 3)
+        both = [torch.cat([each[n, "gate"], each[n, "up"]]) for n in every]
+        made[f"{layer}gate_up_proj"] = torch.stack(both)
+        made[f"{layer}down_proj"] = torch.stack([each[n, "down"] for n in every])
+    return made
+
+
+def stack_experts(folder: Path) -> None:
+    """Store the experts of each layer of a folder together."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    save_file(stacked(load_file(path)), path, metadata={"format": "pt"})
 
 
 def save_mxfp4_model(folder: Path, vocab: int) -> Path:

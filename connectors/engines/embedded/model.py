@@ -103,7 +103,7 @@ class Weights:
         self.shape = shape
         assert tensors.keys() == tensor_shapes(shape).keys(), "read_tensors and updates by name see to that"
         self.tensors = tensors
-        stacked = [part for part in family_named(shape.family).layer if part.stacked]
+        stacked = [part for part in family_named(shape.family).layer if part.stacked and shape.has(part)]
         self._parts = {part.parameter.split(".experts.")[1]: part for part in stacked}
         self._by_key_head = any(part.form == "key_heads" for part in family_named(shape.family).layer)
         self.layers = [self._layer(number) for number in range(shape.layers)]

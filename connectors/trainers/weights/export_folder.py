@@ -17,7 +17,7 @@ from torch import Tensor
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.storage.store import split_url
 from millrace.core.contracts.task_records import FileRecord
-from millrace.core.families.tensors import INDEX
+from millrace.core.families.weight_files import INDEX
 
 
 @contextlib.contextmanager

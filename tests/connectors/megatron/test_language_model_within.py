@@ -20,19 +20,22 @@ from millrace.core.families.config_file import read_hf_config, resolved, undecla
 from tests.connectors.megatron.test_buckets import passed
 from tests.connectors.megatron.test_conversion import assert_same, convert
 from tests.connectors.megatron.test_kept_tensors import bytes_of
+from tests.support.tiny_models import stacked
 from tests.support.tiny_vision import KINDS, build_tiny_vision
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
 
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "out_hidden_size": 32}
+FORMS = {
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+}  # published ones, and how names of their classes start
 OUTER = {
-    "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "model_type": "qwen3_5",
     "tie_word_embeddings": False,
     "image_token_id": 30,
     "video_token_id": 31,
     "vision_start_token_id": 32,
     "vision_end_token_id": 33,
-    "vision_config": {"model_type": "qwen3_5", **VISION},
+    "vision_config": VISION,
 }
 INNER = {
     "attn_output_gate": True,
@@ -49,29 +52,43 @@ def longer(name: str) -> str:
     return name.replace("model.", "model.language_model.") if name.startswith("model.") else name
 
 
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(form: str, model: Callable[..., Path]) -> Path:
+    """The language model as a checkpoint of its own."""
+    return model(f"{form}_text")
+
+
+@pytest.fixture(scope="module")
+def folder(form: str, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As they are published, with a tower for pictures and tensors that predict tokens after the next one."""
-    alone, made = model("qwen3_5_text"), tmp_path_factory.mktemp("pictures")
-    tensors = {longer(name): tensor for name, tensor in load_file(alone / "model.safetensors").items()}
+    made = tmp_path_factory.mktemp("pictures")
+    of_language = stacked(load_file(alone / "model.safetensors"))
+    tensors = {longer(name): tensor for name, tensor in of_language.items()}
     tensors |= {
         "model.visual.blocks.0.attn.qkv.weight": torch.randn(48, 16),
         "model.visual.blocks.0.attn.qkv.bias": torch.randn(48).bfloat16(),
         "mtp.fc.weight": torch.randn(32, 64),
+        "mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(4, 48, 32),
     }
     save_file(tensors, made / "model.safetensors")
     inner = {**json.loads((alone / "config.json").read_text()), **INNER}
     inner["rope_parameters"] |= SECTIONS
     del inner["architectures"]
-    (made / "config.json").write_text(json.dumps({**OUTER, "text_config": inner}))
+    outer = {"architectures": [f"{FORMS[form]}ForConditionalGeneration"], "model_type": form, **OUTER}
+    (made / "config.json").write_text(json.dumps({**outer, "text_config": inner}))
     return made
 
 
 def test_a_step_changes_the_language_model_as_the_same_one_alone(
-    workers: Workers, model: Callable[..., Path], folder: Path, tmp_path: Path
+    workers: Workers, alone: Path, folder: Path, tmp_path: Path
 ) -> None:
     url, found = write_batch(tmp_path / "batch", samples(1)), {}
-    for name, source in (("alone", model("qwen3_5_text")), ("within", folder)):
+    for name, source in (("alone", alone), ("within", folder)):
         with workers.group(configuration(source, 2, parallel={"pipeline": 2})) as group:
             found[name] = group.run(log_probabilities, url)[0]
             group.call("export", str(tmp_path / f"{name}, same"), 0)
@@ -84,17 +101,17 @@ def test_a_step_changes_the_language_model_as_the_same_one_alone(
     )
     assert before.keys() == same.keys()
     assert all(same[name].equal(tensor) for name, tensor in before.items())
-    alone = bytes_of(tmp_path / "alone")
+    others = stacked(bytes_of(tmp_path / "alone"))
     kept = {name for name in before if name.startswith(("model.visual.", "mtp."))}
-    assert after.keys() == {longer(name) for name in alone} | kept
-    assert all(after[longer(name)].equal(tensor) for name, tensor in alone.items())
+    assert after.keys() == {longer(name) for name in others} | kept
+    assert all(after[longer(name)].equal(tensor) for name, tensor in others.items())
     assert {name for name in before if after[name].equal(before[name])} == kept
     for buckets in sent:
         assert {name for tensors, *_ in buckets for name in tensors} == before.keys() - kept
 
 
 def test_transformers_loads_the_language_model_of_an_export(
-    workers: Workers, model: Callable[..., Path], folder: Path, tmp_path: Path
+    workers: Workers, alone: Path, folder: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -103,31 +120,39 @@ def test_transformers_loads_the_language_model_of_an_export(
     assert json.loads((tmp_path / "export" / "config.json").read_text())["text_config"]["dtype"] == "bfloat16"
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
     with torch.no_grad():
-        alone, exported = (
+        plain, exported = (
             AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16)(tokens).logits
-            for each in (model("qwen3_5_text"), tmp_path / "export")
+            for each in (alone, tmp_path / "export")
         )
-    assert torch.equal(alone, exported)
+    assert torch.equal(plain, exported)
 
 
-def test_the_engine_computes_the_language_model(model: Callable[..., Path], folder: Path) -> None:
+def test_the_engine_computes_the_language_model(alone: Path, folder: Path) -> None:
     tokens = torch.arange(16)[None] % 37
     hidden: list[Tensor] = []
-    for each in (model("qwen3_5_text"), folder):
+    for each in (alone, folder):
         shape = read_shape(each)
         hidden.append(Decoder(Weights(shape, read_tensors(each, shape, None))).prefill(tokens)[0])
     assert torch.equal(*hidden)
 
 
-def test_every_tensor_comes_back_from_torch_dist(folder: Path, tmp_path: Path) -> None:
-    convert(folder, tmp_path / "there")
-    convert(tmp_path / "there", tmp_path / "back")
+def test_every_tensor_comes_back_from_torch_dist_unless_it_holds_all_experts(
+    form: str, folder: Path, tmp_path: Path
+) -> None:
+    if form == "qwen3_5_moe":
+        with pytest.raises(ConfigError, match="hold all experts of a layer, which torch_dist keeps apart"):
+            convert(folder, tmp_path / "there")
+        convert(folder, tmp_path / "back", to="hf")
+    else:
+        convert(folder, tmp_path / "there")
+        convert(tmp_path / "there", tmp_path / "back")
     assert_same(tmp_path / "back", folder)
 
 
-def test_keys_of_the_language_model_are_read_where_they_are(model: Callable[..., Path], folder: Path) -> None:
-    alone = architecture(read_hf_config(str(model("qwen3_5_text"))))
-    assert architecture(read_hf_config(str(folder))) == replace(alone, family="qwen3_5")
+def test_keys_of_the_language_model_are_read_where_they_are(form: str, alone: Path, folder: Path) -> None:
+    plain = architecture(read_hf_config(str(alone)))
+    within = replace(plain, family=form, experts_together=form == "qwen3_5_moe")
+    assert architecture(read_hf_config(str(folder))) == within
     config = json.loads((folder / "config.json").read_text())
     assert undeclared_keys(config) == []
     config["text_config"]["no_such_key"] = 3

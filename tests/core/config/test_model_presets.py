@@ -48,6 +48,8 @@ PUBLISHED: dict[str, int | float] = {
     "qwen3.5-4b": 4.21,
     "qwen3.5-9b": 8.95,
     "qwen3.5-27b": 26.9,
+    "qwen3.5-35b-a3b": 34.66,
+    "qwen3.5-397b-a17b": 396.35,
     "glm4-9b": 9_400_279_040,
     "glm4-32b": 32.57,
     "glm4.7-flash": 29.94,
@@ -66,7 +68,6 @@ WAITING = {
     "glm5.2-744b-a40b": "glm_moe_dsa",
     "mimo-7b-rl": "mimo",
     "minimax-m2": "minimax_m2",
-    "qwen3.5-35b-a3b": "qwen3_5_moe",
 }
 
 

@@ -47,7 +47,8 @@ from millrace.connectors.trainers.megatron.conversion.stored_weights import (
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.served_files import ALONE, name_dtype, write_side_files
-from millrace.core.families.tensors import INDEX, NAMES, ONLY_FILE
+from millrace.core.families.tensors import NAMES
+from millrace.core.families.weight_files import INDEX, ONLY_FILE
 from millrace.core.plain_text import json_text
 
 TORCH_DIST = {

@@ -88,19 +88,19 @@ class Mapping:
         return [sizes[size] for size in self.part.pieces.values()]
 
 
-def lookup(name: str, *, family: str, layer_offset: int, expert_offset: int, tied: bool) -> Mapping:
+def lookup(name: str, arch: Architecture, *, layer_offset: int, expert_offset: int) -> Mapping:
     """The mapping of a megatron parameter. Numbers in the name count from the rank's first layer and expert."""
-    for pattern, part in _patterns(family):
+    for pattern, part in _patterns(arch.family):
         match = pattern.fullmatch(name)
-        if not match:
+        if not match or not arch.has(part):
             continue
         first = {"layer": layer_offset, "expert": expert_offset}
         numbers = {key: int(text) + first[key] for key, text in match.groupdict().items()}
         names = tuple(text.format(**numbers) for text in part.tensors)
-        if tied and names == (HEAD,):
-            names = (family_named(family).embedding,)
+        if arch.tied and names == (HEAD,):
+            names = (family_named(arch.family).embedding,)
         return Mapping(part, names, numbers.get("expert", 0))
-    raise AssertionError(f"no part of family {family} is megatron's parameter {name}")
+    raise AssertionError(f"no part of family {arch.family} is megatron's parameter {name}")
 
 
 @cache

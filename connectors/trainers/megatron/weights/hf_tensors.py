@@ -20,9 +20,9 @@ from millrace.core.families.architecture import architecture
 
 def mapped_parameters(model: RankModel, hf: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
     """This rank's parameters with their Hugging Face tensors, in a fixed order."""
-    experts = architecture(hf).experts // mpu.get_expert_model_parallel_world_size()
+    arch = architecture(hf)
+    experts = arch.experts // mpu.get_expert_model_parallel_world_size()
     expert_offset = experts * mpu.get_expert_model_parallel_rank()
-    tied = hf["tie_word_embeddings"]
     for stage in model.stages:
         layer_offset = _layer_offset(stage)
         for name, parameter in stage.named_parameters():
@@ -30,13 +30,7 @@ def mapped_parameters(model: RankModel, hf: dict[str, Any]) -> Iterator[tuple[to
                 continue  # the critic's head and adapters, which Hugging Face checkpoints do not have
             yield (
                 parameter,
-                lookup(
-                    name,
-                    family=hf["model_type"],
-                    layer_offset=layer_offset,
-                    expert_offset=expert_offset,
-                    tied=tied,
-                ),
+                lookup(name, arch, layer_offset=layer_offset, expert_offset=expert_offset),
             )
 
 
