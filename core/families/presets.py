@@ -590,7 +590,10 @@ PRESETS: dict[str, ModelPreset] = {
     "qwen3.5-397b-a17b": ModelPreset(
         "Qwen/Qwen3.5-397B-A17B",
         _qwen3_5_moe(60, 4096, 32, 64, 512, 10, 1024),
-        (_L(128, tensor=2, pipeline=2, expert=32, engine=16, recompute="full"),),
+        (
+            _L(128, tensor=2, pipeline=2, expert=32, engine=16, recompute="full"),
+            _L(256, tensor=2, pipeline=4, expert=64, engine=16, recompute="full"),
+        ),
         QWEN35_SAMPLING,
         QWEN35_NOTES,
     ),
