@@ -47,7 +47,8 @@ ITERATIONS, PROMPTS, GROUP = 2, 16, 8
 PATIENCE_S = 420
 # nats a token on the fixed texts, of computations in bfloat16; weights of one kind that two iterations did not reach make 0.03 and more
 PROMPT_GAP = 0.04
-# what a run allows, so that a gap above PROMPT_GAP is compared with an engine's that started from the export
+# what a run allows: a gap above PROMPT_GAP is compared with that of an engine that started from the export. On a CPU the trainer's
+# Qwen3-Next of four layers and Hugging Face's, both in bfloat16, are 0.023 apart at first and 0.035 after four steps
 ALLOWED_GAP = 0.2
 SAME_GAP = 0.1  # share of it by which the gaps of two engines with equal weights may differ: their batches are not the same
 SGLANG = {

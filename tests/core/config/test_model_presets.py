@@ -89,6 +89,15 @@ def test_a_preset_has_the_parameters_of_the_published_model(name: str, tmp_path:
     assert count == published if isinstance(published, int) else round(count / 1e9, 2) == published
 
 
+@pytest.mark.parametrize("name", [name for name in PRESETS if "-a" in name])
+def test_a_token_of_a_mixture_is_multiplied_with_as_many_parameters_as_the_models_name_says(
+    name: str,
+) -> None:
+    arch = architecture(resolved(PRESETS[name].config, name))
+    named = float(name.rpartition("-a")[2].removesuffix("b"))
+    assert arch.products / 1e9 == pytest.approx(named, abs=0.9)
+
+
 @pytest.mark.parametrize("name", WAITING)
 def test_a_preset_that_is_missing_waits_for_its_family(name: str) -> None:
     assert name not in PRESETS
