@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import architecture
-from millrace.core.families.config_file import resolved
+from millrace.core.families.config_file import read_hf_config, resolved
 from millrace.core.families.decoder import EMBEDDING, HEAD
 from millrace.core.families.registry import BUILT_IN
 from millrace.core.families.tensors import kept_tensors, tensor_shapes, weight_tensors
@@ -1012,3 +1012,29 @@ def test_files_and_index_must_agree(tmp_path: Path) -> None:
         (tmp_path / "b.safetensors").write_bytes(broken)
         with pytest.raises(ConfigError, match=r"b\.safetensors is no whole safetensors file"):
             weight_tensors(str(tmp_path), shape)
+
+
+@pytest.mark.parametrize(
+    ("index", "together"),
+    [
+        ({"weight_map": {"model.layers.0.mlp.experts.gate_up_proj": "a"}}, True),
+        ({"weight_map": {"model.layers.0.mlp.experts.0.up_proj.weight": "a"}}, False),
+        ({"weight_map": {"mtp.layers.0.mlp.experts.gate_up_proj": "a"}}, False),
+        ({"weight_map": 3}, False),
+        ([], False),
+        (None, False),
+    ],
+)
+def test_names_of_tensors_say_whether_a_checkpoint_stores_experts_together(
+    tmp_path: Path, index: Any, together: bool
+) -> None:
+    family = "qwen3_5_moe_text"
+    config = {"model_type": family, **SIZES, **EXPERTS, **DELTA_NET, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "shared_expert_intermediate_size": 6}))
+    if index is not None:
+        (tmp_path / INDEX).write_text(json.dumps(index))
+    arch = architecture(read_hf_config(str(tmp_path)))
+    assert arch.experts_together is together
+    assert arch.parameters == shape_of(family).parameters
+    ends = {name.rpartition("experts.")[2] for name in tensor_shapes(arch) if ".experts." in name}
+    assert ends == {"gate_up_proj", "down_proj"} if together else "0.gate_proj.weight" in ends
