@@ -49,6 +49,13 @@ def _delta_net(config: RunConfig, shape: Architecture, whose: str) -> Iterator[P
     p = config.trainer.parallel
     if shape.delta is None:
         return
+    if config.trainer.kind == "fsdp":
+        yield config.problem(
+            "trainer.kind",
+            f"transformers' layers of gated delta net in the {whose} would remember the samples before in a pack",
+            "set it to megatron",
+        )
+        return
     heads = shape.delta.key_heads
     if heads % p.tensor:
         yield Problem(

@@ -99,7 +99,7 @@ class Trainer(Section):
     kind: Annotated[Literal["megatron", "fsdp"], fixed("checkpoints are in its form")] = Field(
         "megatron",
         description="megatron: megatron-core, for the families of [models](models.md). fsdp: PyTorch's FSDP2 on Hugging Face's model of "
-        "the folder, for any causal language model that transformers has.",
+        "the folder, for any causal language model of transformers whose layers are attention.",
     )
     rank: Annotated[str | None, fixed("checkpoints are in its form")] = Field(
         None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn import Module, Parameter
+from torch.nn import Conv1d, Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from millrace.connectors.trainers.fsdp import attention
@@ -134,6 +134,13 @@ def read_model(
             f"its logits are not a product with one matrix alone ({changed or 'a bias'})",
             where=f"{field} = {folder}",
             remedy="take another model: trainer.kind=fsdp computes log-probabilities from that product",
+        )
+    memory = next((name for name, part in inner.named_modules() if isinstance(part, Conv1d)), None)
+    if memory:
+        raise ConfigError(
+            f"its layers remember the tokens before, also those of other samples in a pack ({memory})",
+            where=f"{field} = {folder}",
+            remedy="take a model whose layers are attention alone, or trainer.kind=megatron for a family that it has",
         )
     missing = sorted(told["missing_keys"])
     if missing:

@@ -15,6 +15,7 @@ from millrace.connectors.trainers.megatron.optim.optimizer import make_schedule
 from millrace.core.algorithms.learning_rate import learning_rate
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
+from millrace.flows.preflight.check_model import ReadModel, check_model
 from tests.connectors.megatron.test_parity import policy_loss
 from tests.support.plain_trainer import Plain
 from tests.support.slow_members import slow_but
@@ -121,6 +122,18 @@ def test_a_model_that_cannot_be_made_is_refused(workers: Workers, tmp_path: Path
         pytest.raises(RankFailedError, match=r"^ConfigError.*model\.path"),
         workers.group(fsdp(tmp_path)),
     ):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_layers_that_remember_other_samples_of_a_pack_are_refused(
+    workers: Workers, model: Callable[..., Path], kind: str
+) -> None:
+    """transformers' recurrences without kernels read a pack as one text: log-probabilities were off by 0.02 nats."""
+    made = fsdp(model(kind))
+    found = [*check_model(RunConfig.model_validate(made), False, ReadModel())]
+    assert "trainer.kind" in [problem.field for problem in found if "in a pack" in problem.reason]
+    with pytest.raises(RankFailedError, match=r"^ConfigError.*other samples in a pack"), workers.group(made):
         pass
 
 
