@@ -255,6 +255,7 @@ def _delta(hf: Mapping[str, Any]) -> DeltaNet:
         key_dim=hf["linear_key_head_dim"],
         value_dim=hf["linear_value_head_dim"],
         kernel=hf["linear_conv_kernel_dim"],
+        interval=hf["full_attention_interval"],
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.decoder import EXPERT_COUNTS, TOGETHER
-from millrace.core.families.delta_net import linear_layers
+from millrace.core.families.delta_net import DEFAULT_INTERVAL, linear_layers
 from millrace.core.families.family import REFUSED, Family, Honoured
 from millrace.core.families.registry import family_named, family_of, known_names
 from millrace.core.families.rotary import ROTARY, rotary
@@ -130,6 +130,7 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         values["windows"] = windows(renamed, family.windows, values["num_hidden_layers"], refuse)
     if family.delta_net:
         values["linear_layers"] = linear_layers(renamed, values["num_hidden_layers"], refuse)
+        values["full_attention_interval"] = renamed.get("full_attention_interval", DEFAULT_INTERVAL)
     _check_sizes(values, refuse)
     return values
 

@@ -27,6 +27,11 @@ class DeltaNet:
     key_dim: int  # of a head
     value_dim: int  # of a head
     kernel: int  # tokens of the short convolution
+    interval: int = DEFAULT_INTERVAL  # of full_attention_interval, which `layers` may contradict
+
+    def by_interval(self, layers: int) -> bool:
+        """Whether every `interval`-th of the model's layers attends to all keys, and no other. SGLang goes by that alone."""
+        return self.layers == tuple(layer for layer in range(layers) if (layer + 1) % self.interval)
 
     @property
     def keys(self) -> int:

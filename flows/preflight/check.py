@@ -27,6 +27,7 @@ from millrace.core.hooks.loading import search_in
 from millrace.flows.preflight.check_data import check_rows, sources
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough, hidden_modules
 from millrace.flows.preflight.check_machine import (
+    check_delta_layers,
     check_disk,
     check_host_memory,
     check_machine,
@@ -112,6 +113,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
         later += check_host_memory(found.located, found.model.shape)
         later += check_windows(found.located, found.model.shape)
         later += check_output_layer(found.located, found.model.shape)
+        later += check_delta_layers(found.located, found.model.shape)
     hooks = [*referred, *check_hooks(config)]
     if not any(name.startswith("algorithm.teacher") for name in wrong_fields):
         later += check_served_teacher(config, found.model)

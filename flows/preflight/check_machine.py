@@ -243,6 +243,18 @@ def check_output_layer(config: RunConfig, shape: Architecture) -> Iterator[Probl
         )
 
 
+def check_delta_layers(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
+    """A problem if SGLang would take other layers for those with delta net: it does not read layer_types."""
+    kind = layout_of(config, visible_gpus()).engine_kind
+    if shape.delta and kind is SGLANG and not shape.delta.by_interval(shape.layers):
+        yield config.problem(
+            "engines.kind",
+            f"SGLang takes each layer whose number full_attention_interval = {shape.delta.interval} divides for one of attention, "
+            "and layer_types of config.json says others",
+            "set it to embedded, or write the interval of layer_types into config.json",
+        )
+
+
 def check_disk(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
     """A problem if the disk of the run's folder has no room for its checkpoints and exports."""
     store = RunFolder(config.storage.root, config.run.name).store

@@ -1,4 +1,5 @@
-"""Models that SGLang would serve otherwise are refused: with windows that it does not have, or an output layer that they do not have."""
+"""Models that SGLang would serve otherwise are refused: with windows that it does not have, an output layer that they do not have, or
+delta nets in layers that it does not take for them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from millrace.core.config import RunConfig
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import resolved
-from millrace.flows.preflight.check_machine import check_output_layer, check_windows
+from millrace.flows.preflight.check_machine import check_delta_layers, check_output_layer, check_windows
 from tests.core.test_model_folder import PUBLISHED, shape_of
 from tests.support.wrong_configs import GOOD
 
@@ -60,4 +61,23 @@ def test_a_mixture_without_an_output_layer_needs_an_engine_that_asks_for_none(
     engines: dict[str, Any] = {"kind": kind}
     config = RunConfig.model_validate({**GOOD, "engines": engines})
     problems = list(check_output_layer(config, shape_of(family, tied=tied)))
+    assert [problem.field for problem in problems] == ["engines.kind"] * refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "refused"),
+    [
+        ("sglang", {}, False),
+        ("sglang", {"full_attention_interval": 4}, True),
+        ("embedded", {"full_attention_interval": 4}, False),
+        ("sglang", {"full_attention_interval": 4, "layer_types": None, "num_hidden_layers": 4}, False),
+    ],
+)
+def test_layers_of_delta_net_that_sglang_takes_for_others_need_another_engine(
+    kind: str, changes: dict[str, Any], refused: bool
+) -> None:
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    engines: dict[str, Any] = {"kind": kind}
+    config = RunConfig.model_validate({**GOOD, "engines": engines})
+    problems = list(check_delta_layers(config, shape_of("qwen3_next", **{**kinds, **changes})))
     assert [problem.field for problem in problems] == ["engines.kind"] * refused

@@ -116,7 +116,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "kimi_k2": DEEPSEEK,
     "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
-    "qwen3_next": {"full_attention_interval": 2},
+    **{name: {"full_attention_interval": 2} for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
 }
 
 
