@@ -116,12 +116,8 @@ def know_kimi() -> None:
     conversion.register_checkpoint_conversion_mapping("kimi_k2", of_deepseek)
 
 
-def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Path:
-    """Write a checkpoint of two layers; `changes` are laid over its configuration. Returns the folder."""
-    import torch
-    import transformers
-
-    form, family = family, SEEING.get(family, family)
+def _sizes(family: str, vocab: int) -> dict[str, Any]:
+    """The configuration of a family's tiny model."""
     values: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": 32,
@@ -183,7 +179,16 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
         values |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "v_head_dim": 18}
     if family == "glm4_moe_lite":
         values |= {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False}
-    values |= changes
+    return values
+
+
+def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Path:
+    """Write a checkpoint of two layers; `changes` are laid over its configuration. Returns the folder."""
+    import torch
+    import transformers
+
+    form, family = family, SEEING.get(family, family)
+    values = {**_sizes(family, vocab), **changes}
     kind = getattr(
         transformers, f"{CLASSES[family]}{'ForConditionalGeneration' if form in SEEING else 'ForCausalLM'}"
     )
