@@ -95,6 +95,11 @@ def _all_to_all(out: Tensor, sent: Tensor, received: Any, parts: Any, group: Any
 # the model
 
 
+def rotate_heads_by(module: Any, rotated: Callable[[Tensor, Tensor, Tensor, Tensor], Any]) -> None:
+    """transformers 5, a family's modeling module: rotary positions are a function of it, of five passes over memory."""
+    module.apply_rotary_pos_emb = rotated
+
+
 def name_missing_transformer_engine() -> None:
     """megatron-core 0.16 to 0.19, moe.moe_utils: the router reads `te_general_gemm`, defined only with Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils

@@ -14,8 +14,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from millrace.connectors.trainers.megatron.model import attention, dense_attention
-from millrace.connectors.trainers.ops import logprobs
+from millrace.connectors.trainers.megatron.model import attention
+from millrace.connectors.trainers.ops import dense_attention, logprobs, pack_attention
 from millrace.core.contracts.task_records import StepRequest
 from tests.support import kernel_checks, trainer_ranks  # noqa: E402
 from tests.support.distances import distance  # noqa: E402
@@ -63,7 +63,7 @@ def assert_attends_to_each_sequence_alone(
 def test_packed_attention_is_that_of_each_sequence_alone(lengths: list[int], kv_heads: int) -> None:
     def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
         cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-        return attention.varlen(q, k, v, cu, cu, max(lengths), max(lengths), None)
+        return pack_attention.varlen(q, k, v, cu, cu, max(lengths), max(lengths), None)
 
     assert_attends_to_each_sequence_alone(varlen, lengths, kv_heads, head_dim=64)
 
@@ -73,7 +73,7 @@ def test_long_sequences_are_attended_to_as_alone_whatever_lies_beside_them(lengt
     def dense(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
         if not dense_attention.usable(q):
             pytest.skip("this GPU is left to variable-length attention")
-        ways = {"varlen": attention.short, "dense": dense_attention.cudnn}
+        ways = {"varlen": pack_attention.short, "dense": dense_attention.cudnn}
         return dense_attention.attend(q, k, v, bounds, None, **ways)
 
     assert_attends_to_each_sequence_alone(dense, lengths, kv_heads=2, head_dim=128)

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from millrace.connectors.trainers.megatron.model import (
     attention,
-    dense_attention,
     expert_kernels,
     grouped_experts,
 )
-from millrace.connectors.trainers.ops import fused, kernels
+from millrace.connectors.trainers.ops import dense_attention, fused, kernels
 from tests.support.distances import distance
 
 
@@ -52,6 +51,31 @@ def silu(draw: Callable[..., Tensor], bound: float) -> None:
         expected.backward(grad.double().cpu())
         assert distance(kernels.gated_silu(x), expected) < bound
         assert distance(kernels.gated_silu_backward(x, grad), slow.grad) < bound
+
+
+def silu_product(draw: Callable[..., Tensor], bound: float) -> None:
+    for shape in ((7, 48), (5, 1, 256), (0, 8)):
+        gate, up, grad = (draw(*shape) for _ in range(3))
+        slow = exact(gate), exact(up)
+        expected = fused.silu_product(*slow)
+        expected.backward(grad.double().cpu())
+        assert distance(kernels.silu_product(gate, up), expected) < bound
+        for found, each in zip(kernels.silu_product_backward(gate, up, grad), slow, strict=True):
+            assert distance(found, each.grad) < bound
+
+
+def rotate(draw: Callable[..., Tensor], bound: float) -> None:
+    for tokens, count, dim in ((45, 3, 32), (3, 1, 8), (0, 2, 16)):
+        angles = torch.rand(tokens, dim // 2, dtype=torch.float64) * 6
+        table = torch.stack([angles.cos(), angles.sin()])
+        # heads before tokens in memory, as a projection of one sequence that was transposed
+        x, grad = draw(count, tokens, dim).transpose(0, 1), draw(tokens, count, dim)
+        slow = exact(x)
+        expected = fused.rotate(slow, table)
+        expected.backward(grad.double().cpu())
+        short = table.float().to(x.device)
+        assert distance(kernels.rotate(x, *short, 1.0), expected) < bound
+        assert distance(kernels.rotate(grad, *short, -1.0), slow.grad) < bound
 
 
 def heads(draw: Callable[..., Tensor], bound: float) -> None:
@@ -193,7 +217,7 @@ def main(device: str) -> None:
         def draw(*shape: int, dtype: Any = dtype) -> Tensor:
             return torch.randn(shape).to(device, dtype)
 
-        for check in (norm, silu, heads, softmax, put, expert_sums, gates, parts):
+        for check in (norm, silu, silu_product, rotate, heads, softmax, put, expert_sums, gates, parts):
             check(draw, bound)
             print(check.__name__, dtype, "ok")
 

@@ -1,16 +1,16 @@
 """Attention over a pack, as transformers' models call it.
 
-On a GPU in a 16-bit type: PyTorch's variable-length flash attention, which is told where samples start. Otherwise transformers' own
-form over SDPA, whose mask it makes of positions that start again. Knows nothing of models.
+On a GPU in a 16-bit type: `ops.pack_attention`, which is told where samples start. Otherwise transformers' own form over SDPA,
+whose mask it makes of positions that start again. Knows nothing of models.
 """
 
-import inspect
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from millrace.connectors.trainers.ops import pack_attention
 from millrace.core.errors import TrainerError
 
 NAME = "millrace_packed"  # among transformers' attention functions
@@ -49,13 +49,14 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    bounds: Sequence[int] = (),
     starts: Tensor | None = None,
     longest: int = 0,
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Attention [1, T, heads, d] of queries [1, heads, T, d] with keys and values [1, kv heads, T, d], causal in each sample.
 
-    starts: [samples + 1] int32, where each sample starts, and the end. longest: tokens of the longest sample.
+    bounds: where each sample starts, and the end; starts: the same as int32 on the device. longest: tokens of the longest sample.
     Raises TrainerError if the model asks for a kind of attention that is not computed here.
     """
     for name in UNKNOWN:
@@ -71,23 +72,6 @@ def packed_attention(
         given |= {"dropout": 0.0}
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **given)
         return out, None
-    from torch.nn.attention.varlen import varlen_attn
-
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if _takes_gqa():
-        given = {"enable_gqa": True}
-    else:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        given = {}
-    window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
-    attended: Any = varlen_attn(
-        q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, **given
-    )
-    return attended[None], None
-
-
-@lru_cache
-def _takes_gqa() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    out = pack_attention.attend(q, k, v, bounds, starts, longest, scaling, sliding_window or 0)
+    return out[None], None

@@ -3,7 +3,7 @@
 Owns the units that FSDP gathers, the types of weights and of computation, and recomputation. Knows nothing of losses.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,13 @@ from torch.nn import Conv1d, Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from millrace.connectors.trainers.fsdp import attention
+from millrace.connectors.trainers.fsdp.fused_parts import fuse
 from millrace.connectors.trainers.fsdp.sight import Sight
-from millrace.connectors.trainers.ops.fused import rms_norm
 from millrace.connectors.trainers.packing import Pack
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.images import sees_images
 
-# norms of transformers with a plain weight, and nothing added to it
-PLAIN_NORMS = {
-    f"{family}RMSNorm"
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "DeepseekV3")
-}
 # keys of configurations whose models change the output layer's logits
 CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 MAIN = torch.float32  # of the weights that the optimizer changes, and of their gradients
@@ -55,6 +50,7 @@ class PackedModel(Module):
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
             use_cache=False,
+            bounds=pack.bounds,
             starts=pack.starts,
             longest=pack.longest,
         ).last_hidden_state
@@ -82,6 +78,7 @@ class PackedModel(Module):
             inputs_embeds=embedded,
             position_ids=positions,
             use_cache=False,
+            bounds=pack.bounds,
             starts=pack.starts,
             longest=pack.longest,
             **more,
@@ -165,15 +162,16 @@ def shard(
     )
     model.requires_grad_(trains)
     if device.type == "cuda":
-        fuse_norms(model)
+        fuse(model)
     # blocks first: what is left belongs to the root, whose tied weights stay tied
     cut = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for unit in model.units:
-        unit.to(device=device, dtype=main)
+        move(list(unit.modules()), device, main)
         if trains and config.trainer.recompute == "full":
             _recompute(unit)
         cut(unit)
-    _move_rest(model, device, main)
+    *_, (_, rest) = parts_of_units(model)
+    move(rest, device, main)
     cut(model)
     for part in model.modules():
         if isinstance(part, FSDPModule):
@@ -182,28 +180,16 @@ def shard(
     return model
 
 
-def _move_rest(model: PackedModel, device: torch.device, main: torch.dtype) -> None:
-    """Move what no block holds."""
-    *_, (_, rest) = parts_of_units(model)
+def move(parts: Sequence[Module], device: torch.device, main: torch.dtype) -> None:
+    """Move what modules hold themselves: parameters in a type, buffers in their own, as a router's bias has one."""
     tensors: dict[int, Tensor] = {}
-    for part in rest:
+    for part in parts:
         for parameter in part.parameters(recurse=False):
             if id(parameter) not in tensors:  # a tied weight is moved once
                 tensors[id(parameter)] = parameter.data.to(device=device, dtype=main)
             parameter.data = tensors[id(parameter)]
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
-
-
-def fuse_norms(model: Module) -> None:
-    """Have the norms of known families computed in one pass over memory: x / rms(x) * weight, as `ops.fused` defines it."""
-    for part in model.modules():
-        if type(part).__name__ in PLAIN_NORMS:
-            part.forward = partial(_norm, part)
-
-
-def _norm(part: Any, hidden: Tensor) -> Tensor:
-    return rms_norm(hidden, part.weight, part.variance_epsilon)
 
 
 def _recompute(unit: Module) -> None:

@@ -66,6 +66,14 @@ def gated_silu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    if has_kernels(gate):
+        out: Tensor = _SiluProduct.apply(gate, up)
+        return out
+    return F.silu(gate) * up
+
+
 def clamped_gate(x: Tensor, limit: float) -> Tensor:
     """gate * sigmoid(1.702 gate) * (up + 1), of the halves of the last dimension: gate up to `limit`, up within both limits."""
     gate, up = x.chunk(2, dim=-1)
@@ -85,6 +93,9 @@ def rotate(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
     `interleaved`: whether neighbours rotate together, instead of dimensions half the table apart.
     """
     half = table.shape[-1]
+    if has_kernels(x) and x.shape[-1] == 2 * half and half & (half - 1) == 0 and not interleaved:
+        turned: Tensor = _Rotate.apply(x, *table)
+        return turned
     x, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
         cos, sin = (part.repeat_interleave(2, dim=-1).to(x.dtype)[:, None] for part in table)
@@ -176,6 +187,42 @@ class _GatedSilu(torch.autograd.Function):
 
         (x,) = ctx.saved_tensors
         return kernels.gated_silu_backward(x, grads[0].contiguous())
+
+
+class _SiluProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from millrace.connectors.trainers.ops import kernels
+
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return kernels.silu_product(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        from millrace.connectors.trainers.ops import kernels
+
+        return kernels.silu_product_backward(*ctx.saved_tensors, grads[0].contiguous())
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        from millrace.connectors.trainers.ops import kernels
+
+        ctx.save_for_backward(cos, sin)
+        return kernels.rotate(x if x.stride(-1) == 1 else x.contiguous(), cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        from millrace.connectors.trainers.ops import kernels
+
+        grad = grads[0]
+        return (
+            kernels.rotate(grad if grad.stride(-1) == 1 else grad.contiguous(), *ctx.saved_tensors, -1.0),
+            None,
+            None,
+        )
 
 
 class _Heads(torch.autograd.Function):

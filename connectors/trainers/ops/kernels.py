@@ -227,43 +227,102 @@ def heads_backward(
 
 
 @triton.jit
-def _silu_forward(x, out, width, count, BLOCK: tl.constexpr):
+def _silu_forward(gates, ups, out, width, stride, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
-    place = at // width * 2 * width + at % width
-    gate = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(x + place + width, mask=live, other=0.0).to(tl.float32)
+    place = at // width * stride + at % width
+    gate = tl.load(gates + place, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(ups + place, mask=live, other=0.0).to(tl.float32)
     tl.store(out + at, gate * tl.sigmoid(gate) * up, mask=live)
 
 
 @triton.jit
-def _silu_backward(x, grad, grad_x, width, count, BLOCK: tl.constexpr):
+def _silu_backward(gates, ups, grad, grad_gates, grad_ups, width, stride, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
-    place = at // width * 2 * width + at % width
-    gate = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(x + place + width, mask=live, other=0.0).to(tl.float32)
+    place = at // width * stride + at % width
+    gate = tl.load(gates + place, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(ups + place, mask=live, other=0.0).to(tl.float32)
     g = tl.load(grad + at, mask=live, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
-    tl.store(grad_x + place, g * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=live)
-    tl.store(grad_x + place + width, g * gate * sigmoid, mask=live)
+    tl.store(grad_gates + place, g * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=live)
+    tl.store(grad_ups + place, g * gate * sigmoid, mask=live)
 
 
 def gated_silu(x: Tensor) -> Tensor:
     """silu(first half) * second half of the last dimension; x contiguous."""
-    width = x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], width)
-    if out.numel():
-        _silu_forward[(triton.cdiv(out.numel(), 1024),)](x, out, width, out.numel(), BLOCK=1024)
-    return out
+    return _silu(*x.chunk(2, dim=-1), x.shape[-1])
 
 
 def gated_silu_backward(x: Tensor, grad: Tensor) -> Tensor:
     """Gradient of `gated_silu`."""
-    grad_x, count = torch.empty_like(x), grad.numel()
-    if count:
-        _silu_backward[(triton.cdiv(count, 1024),)](x, grad, grad_x, x.shape[-1] // 2, count, BLOCK=1024)
+    grad_x = torch.empty_like(x)
+    _silu_gradients(*x.chunk(2, dim=-1), grad, *grad_x.chunk(2, dim=-1), x.shape[-1])
     return grad_x
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up; both contiguous."""
+    return _silu(gate, up, gate.shape[-1])
+
+
+def silu_product_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `silu_product`; all contiguous."""
+    grads = torch.empty_like(gate), torch.empty_like(up)
+    _silu_gradients(gate, up, grad, *grads, gate.shape[-1])
+    return grads
+
+
+def _silu(gate: Tensor, up: Tensor, stride: int) -> Tensor:
+    """stride: numbers from one row of both to the next."""
+    out = gate.new_empty(gate.shape)
+    if count := out.numel():
+        _silu_forward[(triton.cdiv(count, 1024),)](gate, up, out, gate.shape[-1], stride, count, BLOCK=1024)
+    return out
+
+
+def _silu_gradients(
+    gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, grad_up: Tensor, stride: int
+) -> None:
+    if count := grad.numel():
+        _silu_backward[(triton.cdiv(count, 1024),)](
+            gate, up, grad, grad_gate, grad_up, gate.shape[-1], stride, count, BLOCK=1024
+        )
+
+
+@triton.jit
+def _rotate(
+    x, cos, sin, out, tokens, heads, token_stride, head_stride, angle_stride, sign,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = (t < tokens)[:, None]
+    t = t.to(tl.int64)[:, None]
+    d = tl.arange(0, HALF)[None, :]
+    c = tl.load(cos + t * angle_stride + d, mask=live, other=0.0).to(tl.float32)
+    s = tl.load(sin + t * angle_stride + d, mask=live, other=0.0).to(tl.float32) * sign
+    for head in range(heads):
+        place = x + t * token_stride + head * head_stride + d
+        a = tl.load(place, mask=live, other=0.0).to(tl.float32)
+        b = tl.load(place + HALF, mask=live, other=0.0).to(tl.float32)
+        to = out + (t * heads + head) * 2 * HALF + d
+        tl.store(to, a * c - b * s, mask=live)
+        tl.store(to + HALF, b * c + a * s, mask=live)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Heads [T, heads, d] rotated by angles with these cosines and sines [T, d / 2]; sign -1: by the negative angles.
+
+    The last dimensions are contiguous, and all of the result.
+    """
+    tokens, heads, width = x.shape
+    out = x.new_empty(x.shape)
+    if out.numel():
+        _rotate[(triton.cdiv(tokens, TOKENS),)](
+            x, cos, sin, out, tokens, heads, x.stride(0), x.stride(1), cos.stride(0), sign,
+            HALF=width // 2, BLOCK=TOKENS, num_warps=HEAD_WARPS,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit

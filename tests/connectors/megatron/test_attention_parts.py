@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from millrace.connectors.trainers.megatron.model.dense_attention import SHORTEST, cut, rounded
+from millrace.connectors.trainers.ops.dense_attention import SHORTEST, cut, rounded
 
 PACKS = {
     "one long": [16384],

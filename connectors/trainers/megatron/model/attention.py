@@ -1,18 +1,15 @@
 """Core attention over a pack of sequences, with grouped heads, windows, sinks and context parallelism.
 
-On a CPU: SDPA, with one call for all sequences of a length. On a GPU: cuDNN for long sequences, variable-length flash attention
-for the rest, and for windows and sinks. Under context parallelism, ranks exchange heads for tokens, so that each attends over whole sequences with its
-share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1). If the heads of keys do not divide evenly, keys and
-values are gathered and queries stay in zigzag order.
+On a CPU: SDPA, with one call for all sequences of a length. On a GPU: `ops.pack_attention`. Under context parallelism, ranks
+exchange heads for tokens, so that each attends over whole sequences with its share of the heads (DeepSpeed-Ulysses, Jacobs et al.
+2023, section 3.1). If the heads of keys do not divide evenly, keys and values are gathered and queries stay in zigzag order.
 
-A sink is a logit of each head beside those of the keys: a key that every token attends to and that has no value. Knows nothing of projections or rotary positions.
+A sink is a logit of each head beside those of the keys. Knows nothing of projections or rotary positions.
 """
 
-import inspect
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,13 +19,13 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from millrace.connectors.trainers.megatron.model import dense_attention
 from millrace.connectors.trainers.megatron.model.context_parallel import (
     chunk_spans,
     gather_sequences,
     heads_to_tokens,
     tokens_to_heads,
 )
+from millrace.connectors.trainers.ops import pack_attention
 from millrace.connectors.trainers.ops.fused import has_kernels
 from millrace.connectors.trainers.packing import Pack
 
@@ -137,13 +134,11 @@ class PackedAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, params: PackBounds, sinks: Tensor | None
     ) -> Tensor:
         """Attention within whole sequences: [T, heads, d] -> [T, heads, d]."""
-        if dense_attention.usable(query) and not self.window and sinks is None:
-            return dense_attention.attend(
-                query, key, value, params.bounds, self.scale, varlen=short, dense=dense_attention.cudnn
-            )
         if has_kernels(query):
             cu, longest = params.cu_seqlens_q, params.max_seqlen_q
-            return varlen(query, key, value, cu, cu, longest, longest, self.scale, self.window, sinks)
+            return pack_attention.attend(
+                query, key, value, params.bounds, cu, longest, self.scale, self.window, sinks
+            )
         return _attend_by_length(query, key, value, params.bounds, self.scale, self.window, sinks)
 
 
@@ -166,7 +161,9 @@ def _attend_zigzag(
         ]
         return torch.cat(chunks)
     index, cu_q, cu_k, longest_q, longest_k = _varlen_chunks(bounds, size, rank, query.device)
-    return varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, scale, window, sinks)
+    return pack_attention.varlen(
+        query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, scale, window, sinks
+    )
 
 
 @lru_cache(maxsize=16)
@@ -270,89 +267,6 @@ def _attend_by_length(
         pieces.append(out.transpose(1, 2).flatten(0, 1))
         done += tokens
     return torch.cat(pieces).index_select(0, torch.argsort(order))
-
-
-def short(
-    query: Tensor, key: Tensor, value: Tensor, part: dense_attention.DensePart, scale: float | None
-) -> Tensor:
-    """Variable-length attention of a part's sequences."""
-    cu = dense_attention.cumulative(part.bounds, query.device)
-    longest = max(end - start for start, end in pairwise(part.bounds))
-    return varlen(query, key, value, cu, cu, longest, longest, scale)
-
-
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float | None,
-    window: int = 0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of concatenated sequences of any lengths. Queries belong to the last keys of a sequence. GPU only."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if sinks is not None:
-        with_sinks: Tensor = _SinkAttention.apply(
-            query, key, value, sinks, (cu_q, cu_k, longest_q, longest_k), scale, window
-        )
-        return with_sinks
-    extra: dict[str, Any] = {"enable_gqa": True} if _takes_gqa() else {}
-    out: Any = varlen_attn(
-        query, key, value, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=(window - 1, 0), **extra
-    )
-    attended: Tensor = out
-    return attended
-
-
-class _SinkAttention(torch.autograd.Function):
-    """Variable-length flash attention with sinks. Exact: the sink enters the sum of exponentials that both passes share."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor,
-        bounds: tuple[Tensor, Tensor, int, int],
-        scale: float | None,
-        window: int,
-    ) -> Tensor:
-        ctx.options = {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
-        ctx.bounds = bounds
-        out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *bounds, 0.0, not window, return_debug_mask=False, **ctx.options
-        )
-        both = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, T]
-        share = (lse - both).exp().t()[..., None]  # of the sum that the keys have
-        weighed: Tensor = (out * share).to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, weighed, both)
-        return weighed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, both = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        state = torch.zeros((2,), dtype=torch.uint64, device=query.device)  # of dropout
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, query, key, value, out, both, *ctx.bounds, 0.0, ctx.options["window_size_left"] < 0,
-            state, torch.empty(0, device=query.device), **ctx.options,
-        )  # fmt: skip
-        weights = (sinks.float()[:, None] - both).exp()
-        of_sinks = -(weights * (grad.float() * out.float()).sum(-1).t()).sum(1)
-        return dq, dk, dv, of_sinks.to(sinks.dtype), None, None, None
-
-
-@lru_cache
-def _takes_gqa() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
