@@ -22,6 +22,7 @@ ROTATED = tuple(family for family in FAMILIES if family != "DeepseekV3")
 
 def fuse(model: Module) -> None:
     """Have the known parts of a model computed so, in this process: rotary positions are a function of transformers' module."""
+    part: Any
     for part in model.modules():
         name = type(part).__name__
         if name in {f"{family}RMSNorm" for family in FAMILIES}:

@@ -217,12 +217,9 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         from millrace.connectors.trainers.ops import kernels
 
-        grad = grads[0]
-        return (
-            kernels.rotate(grad if grad.stride(-1) == 1 else grad.contiguous(), *ctx.saved_tensors, -1.0),
-            None,
-            None,
-        )
+        (cos, sin), grad = ctx.saved_tensors, grads[0]
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        return kernels.rotate(grad, cos, sin, -1.0), None, None
 
 
 class _Heads(torch.autograd.Function):
