@@ -61,17 +61,11 @@ def sections(model: PackedModel, dtype: torch.dtype) -> list[TensorGroup]:
 
 
 def copy_weights(model: PackedModel, source: Any) -> None:
-    """Set a cut model's weights to those of a whole model of the same kind."""
+    """Set a cut model's weights to those of a model of the same kind, which is whole on rank 0. All ranks must call it."""
     theirs = dict(source.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
             own = held(parameter)
             whole = theirs[name].detach().to(device=own.device, dtype=own.dtype)
-            if isinstance(parameter, DTensor):
-                # each rank has the whole, so that none is sent
-                cut = distribute_tensor(
-                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-                own.copy_(cut.to_local())
-            else:
-                own.copy_(whole)
+            own.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local())

@@ -3,17 +3,19 @@
 Owns the units that FSDP gathers, the types of weights and of computation, and recomputation. Knows nothing of losses.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Conv1d, Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
+from millrace.connectors.trainers.checkpoint.folders import on_every_rank
 from millrace.connectors.trainers.fsdp import attention
 from millrace.connectors.trainers.fsdp.fused_parts import fuse
 from millrace.connectors.trainers.fsdp.sight import Sight
@@ -30,10 +32,11 @@ MAIN = torch.float32  # of the weights that the optimizer changes, and of their 
 class PackedModel(Module):
     """A causal language model whose loss is computed within its forward pass: FSDP gathers the output layer's weight only there."""
 
-    def __init__(self, inner: Any, tower: Module | None = None) -> None:
-        """tower: of a model that sees pictures, which is left out of the model itself."""
+    def __init__(self, inner: Any, tower: Module | None = None, *, unread: bool = False) -> None:
+        """tower: of a model that sees pictures, which is left out of the model itself. unread: whether only rank 0 has the weights."""
         super().__init__()
         self.inner = inner
+        self.unread = unread
         self.sees = tower is not None
         self._tower = [tower]  # no part of the module: FSDP, optimizer and checkpoints have nothing of it
         self.sight: Sight | None = None
@@ -100,20 +103,45 @@ class PackedModel(Module):
 def read_model(
     config: RunConfig, folder: str, device: torch.device, field: str = "model.path"
 ) -> PackedModel:
-    """The model of a folder on the host, whole, in the type of its files.
+    """The model of a folder on the host: whole on rank 0, without values on the others, which get them as blocks are cut.
 
+    transformers keeps a file's own tensors in the file until they are used, but stacks experts in memory: eight ranks of a host
+    would hold eight copies. A model that sees pictures is whole on every rank, since each has the tower. All ranks must call it.
     field: the setting that named the folder. Raises ConfigError if transformers cannot make the model or read its weights.
     """
+    seeing = sees_images(folder)
+    found: list[Any] = []
+
+    def read() -> dict[str, torch.dtype]:
+        if not seeing and dist.get_rank() > 0:
+            return {}
+        found.append(_read(config, folder, device, field, seeing))
+        return {name: buffer.dtype for name, buffer in found[0].named_buffers()}
+
+    types = on_every_rank(read)[0]
+    inner = found[0] if found else _unread(folder, _attention(config, device), types)
+    tower = inner.model.visual if seeing else None
+    if seeing:
+        inner.model.visual = None
+    # dropout is never used: two passes of one token must agree
+    return PackedModel(inner.eval(), tower, unread=not seeing)
+
+
+def _attention(config: RunConfig, device: torch.device) -> str:
+    packed = device.type == "cuda" and config.dtype != "float32"
+    return attention.register() if packed else "sdpa"
+
+
+def _read(config: RunConfig, folder: str, device: torch.device, field: str, seeing: bool) -> Any:
+    """The Hugging Face model, in the type of its files."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    seeing = sees_images(folder)
     kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-    packed = device.type == "cuda" and config.dtype != "float32"
     try:
         read: Any = kind.from_pretrained(
             folder,
             dtype="auto",
-            attn_implementation=attention.register() if packed else "sdpa",
+            attn_implementation=_attention(config, device),
             local_files_only=True,
             output_loading_info=True,
         )
@@ -144,10 +172,33 @@ def read_model(
         raise ConfigError(
             f"its files have no {missing[0]}", where=f"{field} = {folder}", remedy="take a whole checkpoint"
         )
-    tower = inner.model.visual if seeing else None
-    if seeing:
-        inner.model.visual = None
-    return PackedModel(inner.eval(), tower)  # dropout is never used: two passes of one token must agree
+    return inner
+
+
+def _unread(folder: str, attention: str, types: Mapping[str, torch.dtype]) -> Any:
+    """The same model without values: memory that nothing was written to takes no room. types: of its buffers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with no_init_weights():
+        inner: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    inner.tie_weights()
+    for name, type_ in types.items():
+        owner, _, own = name.rpartition(".")
+        part = inner.get_submodule(owner)
+        setattr(part, own, getattr(part, own).to(type_))
+    return inner
+
+
+def _receive(parts: Sequence[Module]) -> None:
+    """Have what modules hold themselves from rank 0, each once."""
+    held: set[int] = set()
+    for part in parts:
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            if id(tensor) not in held:
+                held.add(id(tensor))
+                dist.broadcast(tensor.detach(), 0)
 
 
 def shard(
@@ -164,15 +215,13 @@ def shard(
     if device.type == "cuda":
         fuse(model)
     # blocks first: what is left belongs to the root, whose tied weights stay tied
-    cut = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    for unit in model.units:
-        move(list(unit.modules()), device, main)
-        if trains and config.trainer.recompute == "full":
+    for unit, parts in list(parts_of_units(model)):
+        move(parts, device, main)
+        if model.unread:
+            _receive(parts)
+        if unit is not model and trains and config.trainer.recompute == "full":
             _recompute(unit)
-        cut(unit)
-    *_, (_, rest) = parts_of_units(model)
-    move(rest, device, main)
-    cut(model)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gradients are summed over ranks, not averaged
@@ -186,10 +235,10 @@ def move(parts: Sequence[Module], device: torch.device, main: torch.dtype) -> No
     for part in parts:
         for parameter in part.parameters(recurse=False):
             if id(parameter) not in tensors:  # a tied weight is moved once
-                tensors[id(parameter)] = parameter.data.to(device=device, dtype=main)
+                tensors[id(parameter)] = parameter.data.to(device=device, dtype=main).contiguous()
             parameter.data = tensors[id(parameter)]
         for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, buffer.to(device))
+            setattr(part, name, buffer.to(device).contiguous())
 
 
 def _recompute(unit: Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from millrace.connectors.trainers.megatron.conversion.sources import TorchDistSource
@@ -114,6 +115,33 @@ def test_a_checkpoint_of_another_trainer_is_refused(
             assert [state["version"] for state in group.call("state")] == [None]
     with pytest.raises(ConfigError, match="trainer.kind=fsdp"):
         TorchDistSource(tmp_path / "fsdp", model())
+
+
+def growth_of_a_read(rank: Any, folder: Path) -> int:
+    """Bytes of memory that a rank has more with a model that it has read and not yet cut."""
+    import psutil
+
+    from millrace.connectors.trainers.fsdp.packed_model import read_model
+
+    before = psutil.Process().memory_info().rss
+    made = read_model(rank.config, str(folder), torch.device("cpu"))
+    grown: int = psutil.Process().memory_info().rss - before
+    assert made.vocab
+    return grown
+
+
+def test_one_rank_alone_has_the_stacks_of_experts_that_transformers_makes_of_a_folder(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 64, "head_dim": 64}
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    made = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts))
+    made.save_pretrained(tmp_path)
+    size = sum(each.nbytes for each in made.parameters())
+    with workers.group(fsdp(model("qwen3_moe"), 2)) as group:  # so that its modules are imported
+        reader, other = group.run(growth_of_a_read, tmp_path)
+    assert reader > 0.8 * size
+    assert other < 0.3 * size
 
 
 def test_a_model_that_cannot_be_made_is_refused(workers: Workers, tmp_path: Path) -> None:
