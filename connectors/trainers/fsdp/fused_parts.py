@@ -1,4 +1,4 @@
-"""Parts of transformers' models that are computed in one pass over memory, as `ops.fused` defines them, where a family is known.
+"""Parts of transformers' models that are computed in one pass over memory, as `ops.fused` defines them, if the family is known.
 
 Owns which classes of transformers have the plain form of a norm, a gated MLP and rotary positions. Others stay as they are.
 """
