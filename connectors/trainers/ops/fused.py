@@ -202,7 +202,8 @@ class _SiluProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         from millrace.connectors.trainers.ops import kernels
 
-        return kernels.silu_product_backward(*ctx.saved_tensors, grads[0].contiguous())
+        gate, up = ctx.saved_tensors
+        return kernels.silu_product_backward(gate, up, grads[0].contiguous())
 
 
 class _Rotate(torch.autograd.Function):
