@@ -119,6 +119,10 @@ class LogprobPasses(Passes):
             packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False).targets
         )
 
+    def text_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
+        """`logprobs` of tokens that nobody sampled: those of the whole vocabulary, also if answers have only a part of it."""
+        return self.logprobs(packs)
+
     @abstractmethod
     def wider_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
         """The same, computed in the next wider type than the weights'."""
@@ -221,7 +225,7 @@ def sample_losses(
     """For each sample, the sum of -log p over its tokens with a loss, in nats. All ranks call it with all samples, and get all sums."""
     rows = [_row(number, sample) for number, sample in enumerate(samples)]
     packs = make_packs(rows, config, architecture, device, place, with_teacher=False)
-    logprobs = passes.logprobs(packs)
+    logprobs = passes.text_logprobs(packs)
     found: dict[int, float] = {}
     if logprobs is not None and place.reports:
         members = [number for pack in packs for number in pack.members]
@@ -248,4 +252,5 @@ def _row(number: int, sample: HeldOutSample) -> BatchRow:
         shaped_reward=None,
         truncated=False,
         train_step=0,
+        images=sample.images,
     )

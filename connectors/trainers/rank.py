@@ -20,6 +20,7 @@ class HeldOutSample(NamedTuple):
 
     tokens: list[int]  # prompt and response
     mask: list[int]  # for each response token, 1 if it has a loss
+    images: tuple[str, ...] = ()  # names of its prompt's pictures
 
 
 class SaveState(TypedDict):

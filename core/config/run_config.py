@@ -151,8 +151,9 @@ class RunConfig(Section):
 
     @property
     def trains_images(self) -> bool:
-        """Whether prompts that are trained on may have pictures."""
-        return any(source.images_key for source in self.data.sources)
+        """Whether prompts that the trainer is given may have pictures."""
+        given = (*self.data.sources, *(self.evaluation.sets if self.algorithm.supervised else ()))
+        return any(source.images_key for source in given)
 
     @property
     def generates(self) -> bool:

@@ -59,6 +59,7 @@ class SampleSupervisedRecord(CurriculumRecord):
     rows: int
     tokens: int  # trained tokens
     by_source: dict[str, int]
+    images: NotRequired[list[FileRecord]]  # pictures of the prompts, relative to the run's folder
 
 
 class RolloutRecord(TypedDict):
@@ -243,6 +244,7 @@ class HeldOutRecord(TypedDict):
     sets: dict[str, HeldOutSet]
     seconds: float
     files: list[FileRecord]  # parts of its table
+    images: NotRequired[list[FileRecord]]  # pictures of the sets, relative to the run's folder
 
 
 class EvaluatedMetrics(TypedDict):

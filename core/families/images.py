@@ -155,7 +155,7 @@ def image_rules(folder: str, field: str = "model.path") -> ImageRules:
     vision = config.get("vision_config")
     if family is None or not isinstance(vision, dict):
         raise ConfigError(
-            f"model_type {config.get('model_type')!r} sees no pictures",
+            f"no pictures are shown to model_type {config.get('model_type')!r}",
             where=where,
             remedy=f"take a model of {', '.join(SEEING)}, or set images_key=null",
         )

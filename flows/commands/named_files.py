@@ -36,8 +36,9 @@ def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
         record, where = files.record(task) or {"sets": {}}, files.folder.url_of(record_path(task))
         yield from recorded((held_out["file"] for held_out in record["sets"].values()), where)
         yield from recorded(record.get("images", ()), where)
-    drawn = files.record("sample_prompts") or {}
-    yield from recorded(drawn.get("images", ()), files.folder.url_of(record_path("sample_prompts")))
+    for task in ("sample_prompts", "sample_supervised"):
+        drawn = files.record(task) or {}
+        yield from recorded(drawn.get("images", ()), files.folder.url_of(record_path(task)))
     saved = files.record("checkpoint") or {}
     where = files.folder.url_of(record_path("checkpoint"))
     entries = recorded(saved.get("export_files", ()), where)

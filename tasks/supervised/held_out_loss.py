@@ -46,6 +46,7 @@ async def _losses(ctx: IterationContext, done: int, version: int) -> HeldOutReco
     """Losses of all sets at a weight version, in one table a set. `done`: iterations trained."""
     started = time.perf_counter()
     known = await stored_samples(ctx, version)
+    images = await asyncio.to_thread(lambda: ctx.runtime.prompts.held_out_images)
     sets: dict[str, HeldOutSet] = {}
     for held_out in ctx.config.evaluation.sets:
         prompts = await asyncio.to_thread(ctx.runtime.prompts.held_out, held_out)
@@ -72,7 +73,17 @@ async def _losses(ctx: IterationContext, done: int, version: int) -> HeldOutReco
         }
         sets[held_out.name] = {"file": file, **_figures(rows), "subsets": subsets}
     seconds = time.perf_counter() - started
-    return {"version": version, "done": done, "sets": sets, "seconds": seconds, "files": ctx.parts[KIND]}
+    files = ctx.parts[KIND]
+    record: HeldOutRecord = {
+        "version": version,
+        "done": done,
+        "sets": sets,
+        "seconds": seconds,
+        "files": files,
+    }
+    if images:
+        record["images"] = [entry.record() for entry in images]
+    return record
 
 
 async def _computed(
@@ -82,7 +93,9 @@ async def _computed(
     tokenizer = ctx.runtime.prompts.tokenizer
     responses = [response_of(prompt, held_out.name, tokenizer, held_out.chat) for prompt in prompts]
     samples = [
-        HeldOutSample([*prompt.tokens, *response.tokens], response.mask)
+        HeldOutSample(
+            [*prompt.tokens, *response.tokens], response.mask, tuple(each.name for each in prompt.pictures)
+        )
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     async with ctx.runtime.memory.for_trainer() as trainer:

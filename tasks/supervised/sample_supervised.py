@@ -1,7 +1,8 @@
 """sample_supervised: draw rows with reference answers, or whole dialogues, and make them the batch of a supervised iteration.
 
 The response is the row's label as text; for a dialogue, everything from the first trained turn on. Reads the
-committed history and the sources; writes prompts.parquet, verdicts.parquet and batch.parquet.
+committed history and the sources; writes prompts.parquet, verdicts.parquet and batch.parquet, and pictures of prompts to the
+run's folder.
 """
 
 import asyncio
@@ -58,6 +59,8 @@ async def sample_supervised(ctx: IterationContext) -> SampleSupervisedRecord:
 
 def _draw(ctx: IterationContext) -> SampleSupervisedRecord:
     groups, read, by_source = draw_groups(ctx, ctx.config.rollout.prompts, 0)
+    # before the tables, which name them
+    images = ctx.runtime.prompts.keep_images(read)
     files = [_write(ctx, "prompts", groups)]
     drawn = zip(groups, read, strict=True)
     usable = [(group, item) for group, item in drawn if isinstance(item, UsablePrompt)]
@@ -73,6 +76,8 @@ def _draw(ctx: IterationContext) -> SampleSupervisedRecord:
         "tokens": tokens,
         "by_source": by_source,
     }
+    if images:
+        record["images"] = [entry.record() for entry in images]
     add_curriculum(ctx, record)
     return record
 

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from millrace.connectors.huggingface.tiny_vision import KINDS, build_tiny_vision
 from millrace.core.errors import ConfigError
 from millrace.core.families.images import SEEING, ImageRules, ImageSizeError, image_rules, sees_images
-from tests.support.tiny_vision import KINDS, build_tiny_vision, noise
+from tests.support.noise import noise
 
 SIZES = [(28, 28), (133, 90), (30, 500), (1, 1), (640, 480), (57, 57), (2000, 20)]
 
@@ -86,7 +87,8 @@ def test_positions_are_those_of_the_model_and_of_plain_text(folder: Path, rules:
         ("preprocessor_config.json", {"patch_size": 9}, "patch_size = 9"),
         ("preprocessor_config.json", {"image_mean": [1]}, "no image_mean of three channels"),
         ("config.json", {"image_token_id": None}, "no image_token_id"),
-        ("config.json", {"vision_config": None}, "sees no pictures"),
+        ("config.json", {"vision_config": None}, "no pictures are shown to"),
+        ("config.json", {"model_type": "qwen3_vl_moe"}, "no pictures are shown to model_type 'qwen3_vl_moe'"),
     ],
 )
 def test_a_folder_that_says_it_otherwise_is_refused(
@@ -121,5 +123,5 @@ def test_a_model_of_text_sees_none(folder: Path, tmp_path: Path) -> None:
     assert not sees_images(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert not sees_images(str(tmp_path))
-    with pytest.raises(ConfigError, match="'qwen3' sees no pictures"):
+    with pytest.raises(ConfigError, match="no pictures are shown to model_type 'qwen3'"):
         image_rules(str(tmp_path))

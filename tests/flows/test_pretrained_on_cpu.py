@@ -16,7 +16,7 @@ from millrace.core.config.reading.load import load_config
 from millrace.flows.quickstart import held_out_accuracy, recipe
 from tests.support.flow_runs import Workplace, output_of
 
-RECIPES = ["smollm2_cpu", "smollm2_lora"]
+RECIPES = ["smollm2_cpu", "smollm2_lora", "smollm2_fsdp"]
 PATIENCE_S = 1800
 RISE = 0.2  # of the share of right answers among 400 to held-out sums; twice that was measured
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from millrace.core.contracts.images import image_names
 from tests.soak import rollouts
+from tests.support import seen_rows
 from tests.support.growing_rows import growing_rows
 
 VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal", "scorer")
@@ -42,6 +44,7 @@ MODULES = {
     "soak_rewards.py": LONG_ANSWERS_LATE,
     "soak_rollouts.py": rollouts.MODULE,
     "soak_rows.py": growing_rows(every=10),
+    seen_rows.NAME: seen_rows.MODULE,
 }  # of the user, beside the configuration; tailed_rows are too
 
 
@@ -166,6 +169,18 @@ def _of_two_shards(run: Path, of: int) -> bool:
 def _evaluated_in_parts(run: Path) -> bool:
     """Whether the evaluation of the second iteration is of several parts: a kill may come between them."""
     return len(list(run.glob("iterations/000001/evaluations/part-*.parquet"))) > 2
+
+
+def _saved_by_fsdp(run: Path) -> bool:
+    """Whether its checkpoints are those of FSDP's trainer."""
+    markers = [json.loads(path.read_text()) for path in run.glob("checkpoints/*/complete.json")]
+    return bool(markers) and all(marker["trainer"] == "fsdp" for marker in markers)
+
+
+def _sees(run: Path) -> bool:
+    """Whether samples with several pictures were trained on, and some with none."""
+    counts = {len(image_names(json.loads(row["prompt"]))) for row in _rows(run, "batch")}
+    return _saved_by_fsdp(run) and counts == {0, 1, 2}
 
 
 def _trained_in_passes(run: Path) -> bool:
@@ -321,6 +336,26 @@ FORMS = {
         driver_dies=(("train_step", "after"), ("sync_weights", "in")),
         all_die_in="train_step",
         at_work=_trained_in_passes,
+    ),
+    "fsdp": Form(
+        settings={"trainer.kind": "fsdp"},
+        driver_dies=tuple(
+            (task, when)
+            for task in (
+                *("sample_prompts", "rollout", "reward", "filter"),
+                *("train_step", "sync_weights", "checkpoint", "publish"),
+            )
+            for when in ("before", "in", "after")
+            if (task, when) != ("train_step", "in")
+        ),
+        all_die_in="train_step",
+        at_work=_saved_by_fsdp,
+    ),
+    "pictures": Form(
+        settings=seen_rows.SETTINGS,
+        driver_dies=(("sample_prompts", "in"), ("train_step", "after"), ("evaluate", "after")),
+        all_die_in="rollout",
+        at_work=_sees,
     ),
     "reuse": Form(
         settings={

@@ -13,6 +13,7 @@ import numpy as np
 
 from millrace.connectors.engines.dispatcher import Dispatcher
 from millrace.connectors.engines.sglang.client import SglangClient
+from millrace.connectors.huggingface.tiny_vision import build_tiny_vision, mark
 from millrace.connectors.storage.images import StoredImages, opened
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.user_code.pool import Outcome
@@ -27,7 +28,7 @@ from millrace.tasks.generation.admission import places_of
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.runtime.scoring import Scoring
 from tests.support.engine_process import embedded_engine
-from tests.support.tiny_vision import as_file, build_tiny_vision, mark, noise
+from tests.support.noise import as_file, noise
 
 SIDE = 28
 

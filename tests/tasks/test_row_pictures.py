@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from millrace.connectors.huggingface.tiny_vision import build_tiny_vision, build_tokenizer, mark
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Data, Source
@@ -24,7 +25,7 @@ from millrace.flows.preflight.first_rows import CheckedRows
 from millrace.tasks.data.images import RowPictures
 from millrace.tasks.data.prompt_dataset import load_prompts
 from millrace.tasks.data.rows import DrawnRows, UsablePrompt
-from tests.support.tiny_vision import as_file, build_tiny_vision, build_tokenizer, mark, noise
+from tests.support.noise import as_file, noise
 
 SIDE = 28
 PAD, START, END = (mark(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end"))

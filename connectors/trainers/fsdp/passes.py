@@ -30,6 +30,8 @@ class FsdpPasses(LogprobPasses):
         super().__init__(config, place, device)
         self.model = model
         self.temperature = temperature
+        # reference answers are those of the whole vocabulary, as texts are
+        self._unsampled = None if model.sight is None or config.algorithm.supervised else model.sight.marks
         self._wide: torch.dtype | None = None
 
     def _train(self, mode: bool) -> None:
@@ -44,6 +46,14 @@ class FsdpPasses(LogprobPasses):
             beat()
             if not forward_only:
                 total.backward()
+
+    def text_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
+        """Of the whole vocabulary: engines are asked without the rule for answers to prompts with pictures."""
+        unsampled, self._unsampled = self._unsampled, None
+        try:
+            return self.logprobs(packs)
+        finally:
+            self._unsampled = unsampled
 
     def wider_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
         """The same as `logprobs`, with the weights' values in the next wider type, and computed in it."""
@@ -68,8 +78,7 @@ class FsdpPasses(LogprobPasses):
 
         others: also return log-probabilities [N, k] of the pack's other tokens.
         """
-        weight, sight = self.model.head, self.model.sight
-        marks = None if sight is None else sight.marks
+        weight, marks = self.model.head, self._unsampled
         assert not (others and marks is not None), "teachers see no pictures"
         found = token_logprobs(
             take_rows(hidden.squeeze(1), pack.places).to(weight.dtype),

@@ -10,6 +10,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     """Settings that prompts with pictures contradict."""
     training = [(f"data.sources.{source.name}", source) for source in config.data.sources]
     held_out = [(f"evaluation.sets.{each.name}", each) for each in config.evaluation.sets]
+    seen_by_trainer = [*training, *(held_out if config.algorithm.supervised else ())]
     elsewhere = _elsewhere(config)
     for place, source in (*training, *held_out):
         if not source.images_key:
@@ -22,7 +23,14 @@ def problems(config: RunConfig) -> Iterator[Problem]:
                 "the chat template writes the places of pictures",
                 "set it to true, or images_key to null",
             )
-        if (place, source) in training:
+        if source.loss_on != "answer":
+            yield Problem(
+                f"{place}.loss_on",
+                source.loss_on,
+                "dialogues with pictures are not trained on",
+                "set it to answer, with the answer in label_key, or images_key to null",
+            )
+        if (place, source) in seen_by_trainer:
             for other, reason in _untrained(config).items():
                 yield Problem(
                     field,
@@ -39,7 +47,6 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 def _elsewhere(config: RunConfig) -> dict[str, str]:
     """Parts of this run that read or pass on text alone, with the reason."""
     found = {
-        "algorithm.loss=sft": "supervised training reads text alone" if config.algorithm.supervised else "",
         "rollout.session": "turns are text" if config.rollout.session else "",
         "rollout.routing_replay": "engines count a picture's tokens only when they have seen it"
         if config.rollout.routing_replay

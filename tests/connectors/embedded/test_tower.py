@@ -16,8 +16,9 @@ from transformers import AutoModelForImageTextToText
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.sampling import RequestError, SamplingParams
 from millrace.connectors.engines.embedded.slots import Request
+from millrace.connectors.huggingface.tiny_vision import KINDS, build_tiny_vision
 from millrace.core.contracts.images import DATA_URL
-from tests.support.tiny_vision import KINDS, as_file, build_tiny_vision, noise
+from tests.support.noise import as_file, noise
 
 
 @pytest.fixture(scope="module", params=KINDS)

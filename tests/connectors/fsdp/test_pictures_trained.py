@@ -14,12 +14,15 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from examples.plain_rl import grpo_loss
+from millrace.connectors.huggingface.tiny_vision import KINDS, VOCABULARY, build_tiny_vision
 from millrace.connectors.storage.images import Picture, StoredImages, picture_of
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.trainers.rank import HeldOutSample
+from millrace.core.contracts.images import image_names
 from millrace.core.families.images import ImageRules, image_rules
 from tests.connectors.fsdp.test_fsdp_trainer import fsdp, gradients
+from tests.support.noise import noise
 from tests.support.slow_members import slow_but
-from tests.support.tiny_vision import KINDS, VOCABULARY, build_tiny_vision, noise
 from tests.support.trainer_ranks import Workers, log_probabilities, samples, write_batch
 
 SEEN = (1, 0, 2, 1)  # pictures of the samples, in turns
@@ -64,9 +67,12 @@ def rows(rules: ImageRules, pictures: list[Picture]) -> list[dict[str, Any]]:
 
 
 def plain(
-    folder: Path, rules: ImageRules, row: dict[str, Any], pictures: list[Picture], model: Any
+    rules: ImageRules, row: dict[str, Any], pictures: list[Picture], model: Any, *, whole: bool = False
 ) -> Tensor:
-    """Log-probabilities of a sample's response tokens, of a forward pass of this sample alone."""
+    """Log-probabilities of a sample's response tokens, of a forward pass of this sample alone.
+
+    whole: among the whole vocabulary, else among what engines sample.
+    """
     from millrace.connectors.storage.images import opened
 
     ids = torch.tensor([row["tokens"]])
@@ -80,10 +86,45 @@ def plain(
         more["mm_token_type_ids"] = (ids == rules.token).int()
     logits = model(input_ids=ids, **more).logits[0]
     never = torch.zeros(VOCABULARY)
-    never[list(rules.marks)] = -torch.inf
+    if not whole:
+        never[list(rules.marks)] = -torch.inf
     logprobs = (logits + never).log_softmax(-1)
     length = row["response_length"]
     return logprobs[-length - 1 : -1].gather(1, ids[0, -length:, None])[:, 0]
+
+
+def seeing(folder: Path, runs: Path, **changes: Any) -> dict[str, Any]:
+    """Two ranks that see the pictures of a run among these."""
+    config = fsdp(folder, 2, **changes)
+    config["storage"]["root"] = str(runs)
+    config["data"]["sources"][0]["images_key"] = "images"
+    return config
+
+
+@pytest.mark.parametrize("loss", ["clipped", "sft"])
+def test_reference_answers_and_texts_have_the_whole_vocabulary(
+    workers: Workers, folder: Path, rules: ImageRules, tmp_path: Path, loss: str
+) -> None:
+    pictures = stored(tmp_path / "runs", rules)
+    made = rows(rules, pictures)
+    url = write_batch(tmp_path / "batch", made)
+    held_out = [
+        HeldOutSample(row["tokens"], row["loss_mask"], tuple(image_names(json.loads(row["prompt"]))))
+        for row in made
+    ]
+    changes = {"algorithm": {"loss": loss, "aggregation": "token_mean"}}
+    with workers.group(seeing(folder, tmp_path / "runs", **changes)) as group:
+        losses = group.call("losses", 0, held_out)[0]
+        trained = group.train([1], url)[0]["loss"] if loss == "sft" else None
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    masks = [torch.tensor(row["loss_mask"]) for row in made]
+    expected = [
+        -float((plain(rules, row, pictures, model, whole=True) * mask).sum().detach())
+        for row, mask in zip(made, masks, strict=True)
+    ]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    if trained is not None:
+        assert trained == pytest.approx(sum(expected) / sum(int(mask.sum()) for mask in masks), rel=1e-5)
 
 
 def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
@@ -92,17 +133,14 @@ def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
     pictures = stored(tmp_path / "runs", rules)
     made = rows(rules, pictures)
     url = write_batch(tmp_path / "batch", made)
-    config = fsdp(folder, 2)
-    config["storage"]["root"] = str(tmp_path / "runs")
-    config["data"]["sources"][0]["images_key"] = "images"
-    with workers.group(config) as group:
+    with workers.group(seeing(folder, tmp_path / "runs")) as group:
         found = group.run(log_probabilities, url)[0]
         ours = group.run(gradients, url)[0]
         group.call("export", str(tmp_path / "out"), 0)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     losses = []
     for row in made:
-        expected = plain(folder, rules, row, pictures, model)
+        expected = plain(rules, row, pictures, model)
         assert np.allclose(found[row["sample_id"]], expected.detach().numpy(), atol=1e-5)
         mask = torch.tensor([row["loss_mask"]], dtype=torch.float32)
         advantage = torch.tensor([row["advantage"]])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from millrace.connectors.engines.embedded.model import Decoder, Weights, read_shape, read_tensors
+from millrace.connectors.huggingface.tiny_vision import KINDS, build_tiny_vision
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config, resolved, undeclared_keys
@@ -21,7 +22,6 @@ from tests.connectors.megatron.test_buckets import passed
 from tests.connectors.megatron.test_conversion import assert_same, convert
 from tests.connectors.megatron.test_kept_tensors import bytes_of
 from tests.support.tiny_models import stacked
-from tests.support.tiny_vision import KINDS, build_tiny_vision
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
 
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "out_hidden_size": 32}

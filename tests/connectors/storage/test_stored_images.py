@@ -26,7 +26,7 @@ from millrace.connectors.storage.images import (
 )
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, MissingFileError
-from tests.support.tiny_vision import as_file, noise
+from tests.support.noise import as_file, noise
 
 PIXELS = noise(30, 20)
 FILE = as_file(PIXELS)

@@ -8,6 +8,7 @@ from millrace.core.config.data import image_rules
 from tests.core.config.test_rules import config, fields
 
 SEES, HELD = "evaluation.sets.0.images_key=images", "evaluation.sets.held.images_key"
+SUPERVISED = "algorithm.loss=sft"
 TRAINS, TRAINED = "data.sources.0.images_key=images", "data.sources.sums.images_key"
 
 
@@ -21,6 +22,7 @@ TRAINS, TRAINED = "data.sources.0.images_key=images", "data.sources.sums.images_
         ["pipeline={ahead: 1, max_staleness: 1}", "algorithm.correction.kind=truncate"],
         ["data.max_image_tokens=64"],
         [TRAINS, "trainer.kind=fsdp"],
+        [TRAINS, "trainer.kind=fsdp", SUPERVISED, "rollout.samples_per_prompt=1"],
     ],
 )
 def test_a_set_of_pictures_is_taken(overrides: list[str]) -> None:
@@ -36,7 +38,16 @@ def test_a_set_of_pictures_is_taken(overrides: list[str]) -> None:
         ([TRAINS, "trainer.lora={}"], TRAINED, "trainer.lora: "),
         ([TRAINS, "algorithm={preset: opd, teacher: other}"], TRAINED, "algorithm.teacher: "),
         ([TRAINS, "algorithm={kl_coef: 0.1, reference: other}"], TRAINED, "algorithm.reference: "),
-        (["algorithm.loss=sft", "rollout.samples_per_prompt=1"], HELD, "algorithm.loss=sft: "),
+        (
+            [SUPERVISED, "rollout.samples_per_prompt=1"],
+            HELD,
+            "trainer.kind: megatron-core's trainer reads text alone",
+        ),
+        (
+            [SUPERVISED, "trainer.kind=fsdp", "evaluation.sets.0.loss_on=assistant"],
+            "evaluation.sets.held.loss_on",
+            "dialogues with pictures",
+        ),
         (["rollout.session={tools: ['m:f'], max_tokens: 100}"], HELD, "rollout.session: "),
         (["rollout.routing_replay=true"], HELD, "rollout.routing_replay: "),
         (["engines={kind: embedded, count: 2, router: {}}"], HELD, "engines.router: "),

@@ -15,7 +15,7 @@ from millrace.flows.viewer.export import exported
 from millrace.flows.viewer.messages import conversation, spoken
 from millrace.flows.viewer.stored import Problems
 from tests.support.attacks import ATTACKS, dialogue
-from tests.support.tiny_vision import noise
+from tests.support.noise import noise
 from tests.support.viewed_run import NAME, write_viewed_run
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="

@@ -1,14 +1,8 @@
-"""Tiny random models that see pictures, with a tokenizer of one token a character and a picture's marks; and pictures to see."""
+"""Tiny random models that see pictures, with a tokenizer of one token a character and a picture's marks, built locally."""
 
-from __future__ import annotations
-
-import io
 import json
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from PIL import Image
 
 from millrace.connectors.huggingface.tiny import CHARACTERS, SPECIAL, tokenizer_of
 
@@ -32,9 +26,12 @@ def mark(name: str) -> int:
 
 
 def build_tiny_vision(
-    folder: str | Path, kind: str, *, most: int = 16, seed: int = 0, hidden: int = 64
+    folder: str | Path, kind: str, *, most: int = 16, seed: int = 0, hidden: int = 64, contrast: float = 4
 ) -> Path:
-    """Write a model, its processor's settings and its tokenizer; returns the folder. most: tokens of a picture."""
+    """Write a model, its processor's settings and its tokenizer; returns the folder.
+
+    most: tokens of a picture. contrast: how many times the usual start the tower's weights are, so that what is seen shows.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -67,9 +64,8 @@ def build_tiny_vision(
         config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **marks)
         model = AutoModelForImageTextToText.from_config(config)
         for name, weights in model.named_parameters():
-            # larger ones than the usual start, so that what is seen shows in what is said
             if weights.ndim > 1:
-                weights.data.mul_(4 if "visual" in name else 2)
+                weights.data.mul_(contrast if "visual" in name else 2)
     target = Path(folder)
     model.save_pretrained(target)
     build_tokenizer().save_pretrained(target)
@@ -91,16 +87,3 @@ def build_tokenizer() -> Any:
     """One token a character, as the tiny text model has, and the marks after them."""
     roles = ["<system>", "<user>", "<assistant>"]
     return tokenizer_of(TOKENS, [*roles, *MARKS], TEMPLATE)
-
-
-def noise(width: int, height: int, seed: int = 0) -> Image.Image:
-    """A picture of random pixels."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """A picture as a file."""
-    data = io.BytesIO()
-    image.save(data, kind, **options)
-    return data.getvalue()
