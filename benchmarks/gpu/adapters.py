@@ -4,7 +4,7 @@
 
 Weights are random. `train`: tokens/s of a step (the median after two that warm up) with adapters and with all weights, each in a
 process of its own, and the most memory that PyTorch held beside what `millrace check` plans. `serve`: SGLang serves adapters by name
-beside the trainer. Requests stream while each version is made and sent: seconds of export and load, and the longest wait for a part
+beside the trainer. `export`: seconds of a sync's export by phase (`benchmarks.adapter_export`). Requests stream while each version is made and sent: seconds of export and load, and the longest wait for a part
 of an answer during a sync and at other times. Targets: syncs of 0.05 s, memory within 10 % of the plan, 1.3 times the tokens/s.
 """
 
@@ -87,7 +87,7 @@ def note(report: dict[str, Any], out: Path | None) -> None:
 def in_process(side: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one side's process measured."""
     command = [sys.executable, "-m", "benchmarks.gpu.adapters", "--side", side]
-    for name in ("shape", "rank", "tokens", "length", "steps", "models"):
+    for name in ("shape", "rank", "tokens", "length", "steps", "syncs", "models"):
         command += [f"--{name}", str(getattr(options, name))]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
@@ -122,6 +122,8 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
     """Tokens/s of the median step, and the most memory held beside the plan's; GiB."""
     import torch
 
+    from benchmarks.adapter_export import export_phases
+    from millrace.connectors.host.own_folders import SHARED_MEMORY
     from millrace.connectors.trainers.megatron.rank import TrainerRank
     from millrace.core.config.plan.plan import make_plan
     from millrace.core.contracts.task_records import StepRequest
@@ -139,6 +141,12 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
         held = torch.cuda.max_memory_allocated()
+        lora = config.trainer.lora
+        exports = [
+            export_phases(rank.policy, rank.hf, lora, SHARED_MEMORY)
+            for _ in range(options.syncs + 1)
+            if lora is not None
+        ]
     finally:
         rank.shutdown()
     planned = {part.name: part.size for part in make_plan(config, gpus=1).trainer_memory}
@@ -150,6 +158,7 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
         "planned_gib": round(whole / 2**30, 2),
         "held_over_planned": round(held / whole, 3),
         "plan_gib": {name: round(size / 2**30, 2) for name, size in planned.items()},
+        "export_s": [{name: round(value, 4) for name, value in each.items()} for each in exports[1:]],
     }
 
 

@@ -1,31 +1,36 @@
 """Which parameters train: all of a model's, or adapters beside it; and adapters as a folder in PEFT's form.
 
-Owns the first values of adapters and the files of a PEFT folder. Knows no trainer: how a pair is cut over ranks is the trainer's.
+Owns the first values of adapters, and what a trainer writes to a PEFT folder and takes of one. Knows no trainer: how a pair is cut
+over ranks is the trainer's. Knows no form of files: `core.families.peft_folder` does.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from millrace.core.config.trainer import Lora
-from millrace.core.errors import ConfigError, remedy_of
-from millrace.core.families.adapters import Matrix, target_modules, targeted
+from millrace.core.errors import ConfigError
+from millrace.core.families.adapters import CONFIG, WEIGHTS, Matrix, target_modules, targeted
 from millrace.core.families.architecture import Architecture
+from millrace.core.families.peft_folder import read_config, stored_pairs, tensor_names
+from millrace.core.families.tensors import NAMES
 from millrace.core.plain_text import json_text
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-WHOLE = "name a folder that PEFT or an export has written, with adapters of the same matrices and rank"
 SEED_BYTES = 7
-PREFIX = "base_model.model."  # of the names in a PEFT folder
+STORED = {getattr(torch, name): stored for stored, name in NAMES.items()}  # types as safetensors calls them
+HEADER, ALIGNED = 8, 8  # bytes: of the header's length, and what the length of a header is a multiple of
+WRITERS, CHUNK = 4, 2**24  # to shared memory, one thread writes slower than it could be read
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 """A [rank, in] and B [out, rank] of each matrix, by its name."""
 
@@ -47,14 +52,36 @@ def first_pair(matrix: Matrix, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     return a, torch.zeros(matrix.outputs, rank)
 
 
-def write_peft(folder: Path, pairs: Pairs, lora: Lora, arch: Architecture, base: str) -> None:
-    """Write a PEFT folder. base: the folder or name of the model that the adapters belong to."""
-    tensors = {
-        f"{PREFIX}{name}.lora_{side}.weight": tensor.contiguous()
-        for name, pair in pairs.items()
-        for side, tensor in zip("AB", pair, strict=True)
-    }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+@dataclass(frozen=True, eq=False)
+class FlatPairs:
+    """Pairs one after the other in one buffer, so that they are copied and written as one. tensors: name and shape of each, in order."""
+
+    tensors: Sequence[tuple[str, tuple[int, ...]]]
+    values: Tensor
+
+    @classmethod
+    def of(cls, pairs: Pairs) -> Self:
+        """Copy pairs of one type into a buffer, on their device."""
+        named = {
+            stored: tensor
+            for name, pair in pairs.items()
+            for stored, tensor in zip(tensor_names(name), pair, strict=True)
+        }
+        ordered = sorted(named.items())
+        values = torch.cat([tensor.reshape(-1) for _, tensor in ordered])
+        return cls([(name, tuple(tensor.shape)) for name, tensor in ordered], values)
+
+    def on_host(self) -> Self:
+        """The same in the host's memory, which a GPU copies to at once if it is pinned."""
+        if self.values.device.type == "cpu":
+            return self
+        host = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
+        return replace(self, values=host.copy_(self.values))
+
+
+def write_peft(folder: Path, pairs: FlatPairs, lora: Lora, arch: Architecture, base: str) -> None:
+    """Write a PEFT folder of pairs on the host. base: the folder or name of the model that the adapters belong to."""
+    _write_tensors(folder / WEIGHTS, pairs)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -70,78 +97,43 @@ def write_peft(folder: Path, pairs: Pairs, lora: Lora, arch: Architecture, base:
     (folder / CONFIG).write_text(json_text(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def read_config(folder: Path, field: str) -> dict[str, Any]:
-    """adapter_config.json of a PEFT folder. field: the setting that named the folder, for messages.
+def _write_tensors(file: Path, pairs: FlatPairs) -> None:
+    """Write a safetensors file: its header, and the values in large pieces, several at once."""
+    dtype, size = pairs.values.dtype, pairs.values.itemsize
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in pairs.tensors:
+        start, end = end, end + size * math.prod(shape)
+        entries[name] = {"dtype": STORED[dtype], "shape": shape, "data_offsets": (start, end)}
+    assert end == size * pairs.values.numel(), "the shapes are those of the values"
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % ALIGNED)
+    start, values = len(header) + HEADER, pairs.values.view(torch.uint8).numpy().data
+    with file.open("wb", buffering=0) as stream, ThreadPoolExecutor(WRITERS) as pool:
+        stream.write(struct.pack("<Q", len(header)) + header)
 
-    Raises ConfigError if it is not there, or describes more than pairs with one rank and one factor.
-    """
-    where = f"{field} = {folder}"
-    try:
-        settings: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = f"{CONFIG} cannot be read: {error}"
-        raise ConfigError(reason, where=where, remedy=remedy_of(error, WHOLE)) from error
-    usual = {
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "fan_in_fan_out": False,
-        "target_parameters": None,
-    }
-    for name, value in usual.items():
-        if settings.get(name, value) not in (value, None):
-            reason = f"{CONFIG}: {name} = {settings[name]!r} is not supported"
-            raise ConfigError(reason, where=where, remedy=WHOLE)
-    if settings.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= settings.keys():
-        raise ConfigError(f"{CONFIG} describes no LoRA adapters", where=where, remedy=WHOLE)
-    return settings
+        def write(at: int) -> None:
+            left = values[at : at + CHUNK]
+            while left:
+                written = os.pwrite(stream.fileno(), left, start + at)
+                at, left = at + written, left[written:]
 
-
-def stored_pairs(
-    folder: Path, matrices: Iterable[Matrix], rank: int, field: str
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The pairs of a PEFT folder by the names of their matrices, all of which are among these.
-
-    Raises ConfigError naming the first tensor without its other half, of another shape, or of no matrix.
-    """
-    where = f"{field} = {folder}"
-    try:
-        stored = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        reason = f"{WEIGHTS} cannot be read: {error}"
-        raise ConfigError(reason, where=where, remedy=remedy_of(error, WHOLE)) from error
-    pairs = {}
-    for matrix in matrices:
-        shapes = {"A": (rank, matrix.inputs), "B": (matrix.outputs, rank)}
-        names = {side: f"{PREFIX}{matrix.name}.lora_{side}.weight" for side in shapes}
-        pair = [stored.pop(name) for name in names.values() if name in stored]
-        if not pair:
-            continue
-        if len(pair) == 1:
-            raise ConfigError(f"{matrix.name} has one of A and B in {WEIGHTS}", where=where, remedy=WHOLE)
-        for tensor, (side, shape) in zip(pair, shapes.items(), strict=True):
-            if tuple(tensor.shape) != shape:
-                reason = f"tensor {names[side]} has shape {list(tensor.shape)}, and {list(shape)} is wanted"
-                raise ConfigError(reason, where=where, remedy=WHOLE)
-        pairs[matrix.name] = pair[0], pair[1]
-    if stored:
-        reason = f"tensor {min(stored)} in {WEIGHTS} is of no matrix that has an adapter here"
-        raise ConfigError(reason, where=where, remedy=WHOLE)
-    return pairs
+        for _ in pool.map(write, range(0, end, CHUNK)):
+            pass
 
 
 def read_peft(folder: Path, lora: Lora, arch: Architecture, field: str) -> dict[str, tuple[Tensor, Tensor]]:
     """The pairs that a run with these settings starts from. Raises ConfigError if the folder has others, or not all of them."""
     settings = read_config(folder, field)
-    for name, value, theirs in (("rank", lora.rank, "r"), ("alpha", lora.alpha, "lora_alpha")):
-        if settings[theirs] != value:
+    for name, value, stored, theirs in (
+        ("rank", lora.rank, "r", settings.rank),
+        ("alpha", lora.alpha, "lora_alpha", settings.alpha),
+    ):
+        if theirs != value:
             raise ConfigError(
-                f"the adapters of {field} have {theirs} = {settings[theirs]}",
+                f"the adapters of {field} have {stored} = {theirs:g}",
                 where=f"trainer.lora.{name} = {value:g}",
-                remedy=f"set it to {settings[theirs]}",
+                remedy=f"set it to {theirs:g}",
             )
     wanted = targeted(arch, lora.targets)
     pairs = stored_pairs(folder, wanted, lora.rank, field)

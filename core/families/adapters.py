@@ -1,11 +1,13 @@
-"""Which matrices of a model adapters can be added to, by their Hugging Face names. No torch.
+"""Which matrices of a model adapters can be added to, by their Hugging Face names, and the files of a PEFT folder. No torch.
 
 An adapter of a matrix W [out, in] is a pair A [rank, in] and B [out, rank]: the layer computes W x + alpha / rank · B A x
 (LoRA, arXiv:2106.09685).
 """
 
+import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from millrace.core.families.architecture import Architecture
@@ -13,6 +15,7 @@ from millrace.core.families.family import ModelPart
 from millrace.core.families.registry import family_named
 
 USUAL = r"model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|gate_up|down)_proj"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a PEFT folder
 SUPPORTED = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_proj.weight",
@@ -64,13 +67,16 @@ def targeted(arch: Architecture, targets: str) -> list[Matrix]:
     return [matrix for matrix in matrices(arch) if pattern.fullmatch(matrix.name)]
 
 
-def target_modules(arch: Architecture, targets: str) -> list[str]:
+@functools.lru_cache(
+    maxsize=8
+)  # it is asked at each sync, and a mixture of experts has tens of thousands of matrices
+def target_modules(arch: Architecture, targets: str) -> tuple[str, ...]:
     """What PEFT's adapter_config.json calls them: last parts of names if every matrix with such a name is among them, else whole names."""
     found = {matrix.name for matrix in targeted(arch, targets)}
     ends = {name.rpartition(".")[2] for name in found}
     if {matrix.name for matrix in matrices(arch) if matrix.name.rpartition(".")[2] in ends} == found:
-        return sorted(ends)
-    return sorted(found)
+        return tuple(sorted(ends))
+    return tuple(sorted(found))
 
 
 def parameters_of(matrix: Matrix, rank: int, tensor_parallel: int = 1) -> int:
@@ -79,3 +85,8 @@ def parameters_of(matrix: Matrix, rank: int, tensor_parallel: int = 1) -> int:
     if matrix.part.split == 1:
         return -(-a // tensor_parallel) + b
     return a + -(-b // tensor_parallel)
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Whether it is a PEFT folder: adapters without the model that they belong to."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()

@@ -4,11 +4,13 @@ The result holds only the honoured keys, each under one name and with its defaul
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from millrace.core.errors import ConfigError, remedy_of
+from millrace.core.families.adapters import holds_adapters
 from millrace.core.families.decoder import EXPERT_COUNTS, TOGETHER
 from millrace.core.families.delta_net import DEFAULT_INTERVAL, linear_layers
 from millrace.core.families.family import REFUSED, Family, Honoured
@@ -20,6 +22,7 @@ from millrace.core.families.windows import windows
 from millrace.core.plain_text import json_text
 
 WHOLE = "take a whole checkpoint"
+MERGE = "add them to its weights, and name that folder: millrace convert {folder} NEW --merge"
 OTHER = "take another model, or remove the key if it changes nothing"
 # transformers 5 may write the first; the family has one of the others
 ALIASES = {
@@ -77,12 +80,20 @@ def read_object(path: Path, where: str, remedy: str = WHOLE) -> dict[str, Any]:
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        if holds_adapters(path.parent):
+            raise only_adapters(path.parent, where) from error
         raise ConfigError(
             f"cannot read {path}: {error}", where=where, remedy=remedy_of(error, remedy)
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no object", where=where, remedy=remedy)
     return config
+
+
+def only_adapters(folder: Path, where: str) -> ConfigError:
+    """The refusal of a PEFT folder where a model is wanted."""
+    reason = "it is a folder of adapters, without the model that they belong to"
+    return ConfigError(reason, where=where, remedy=MERGE.format(folder=shlex.quote(str(folder))))
 
 
 def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:

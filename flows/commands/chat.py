@@ -19,6 +19,8 @@ from millrace.core.config import RunConfig
 from millrace.core.config.model import Model
 from millrace.core.config.rollout import Sampling
 from millrace.core.errors import ConfigError, MillraceError, first_error
+from millrace.core.families.adapters import holds_adapters
+from millrace.core.families.config_file import only_adapters
 from millrace.core.hooks.loading import search_in
 from millrace.flows.commands.named_by_run import named_by_run
 from millrace.flows.commands.terminal import (
@@ -124,10 +126,12 @@ def models_of(
             if not found:
                 say(named_by_run(stored))
             config = at_commit(stored, record.get("model_commit")).config
-            weights = weights_after(config, folder, str(record.get("id")), done, into / str(done))
+            weights = weights_after(config, folder, record, done, into / str(done))
             title = f"{name} after {done} iterations" if done else f"{name} before training"
             found.append(ChatModel(title, weights, config))
         return found
+    if holds_adapters(Path(name)):
+        raise only_adapters(Path(name), f"chat {name}")
     if not (Path(name) / "config.json").exists():
         raise ConfigError(
             "there is no run of this name, and no config.json in a folder of this name",

@@ -25,6 +25,8 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.task_records import EvaluatedSet
 from millrace.core.errors import ConfigError
 from millrace.core.evaluation import difference
+from millrace.core.families.adapters import holds_adapters
+from millrace.core.families.config_file import only_adapters
 from millrace.core.hooks.loading import search_in
 from millrace.flows.commands.listing import CsvOption, JsonOption, Listing, print_listing
 from millrace.flows.commands.named_by_run import named_by_run
@@ -168,7 +170,7 @@ def evaluate_run(
     config = own or at_commit(stored, record.get("model_commit")).config
     version = done * stored.steps_per_iteration
     with temporary_folder("millrace-evaluation") as name:
-        weights = weights_after(config, folder, str(record.get("id")), done, Path(name) / "weights")
+        weights = weights_after(config, folder, record, done, Path(name) / "weights")
         return _evaluate(config, weights, done, version, sets, Path(name), out)
 
 
@@ -176,6 +178,8 @@ def evaluate_folder(
     model: Path, config_file: Path, overrides: Sequence[str], sets: Sequence[str], out: Path | None
 ) -> Evaluated:
     """Evaluate a Hugging Face folder on the sets of a configuration. out: folder for the rows."""
+    if holds_adapters(model):
+        raise only_adapters(model, f"eval {model}")
     if not (model / CONFIG_JSON).exists():
         raise ConfigError(
             f"there is no run of this name, and no {CONFIG_JSON} in a folder of this name",
@@ -276,6 +280,8 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
     values["run"]["name"] = f"evaluation-{uuid.uuid4().hex[:8]}"
     values["checkpoint"]["keep_best"] = None
     values["pipeline"]["rollouts_from"] = None
+    # the weights hold what adapters add
+    values["trainer"]["lora"], values["sync"]["lora"] = None, "merged"
     # no task asks the teacher here, and it need not run
     if config.algorithm.teacher_server:
         values["algorithm"] |= {"teacher_server": None, "teacher": model}

@@ -27,6 +27,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import MissingFileError, StorageError
+from millrace.core.families.served_files import ALONE
 from millrace.core.hooks.loading import search_in
 from millrace.core.replay import check_replayed, with_settings
 from millrace.flows.commands.named_by_run import named_by_run
@@ -215,14 +216,19 @@ def export_folder(folder: RunFolder, last: int, into: Path) -> None:
     export.download_dir("", str(into), [entry.path for entry in entries])
 
 
-async def export_ranks(config: RunConfig, ranks: Ranks, version: int, folder: Path) -> None:
-    """Export the ranks' weights to a folder of this host, through sync.directory if that is a URL."""
+async def export_ranks(
+    config: RunConfig, ranks: Ranks, version: int, folder: Path, *, merged: bool = False
+) -> None:
+    """Export the ranks' weights to a folder of this host, through sync.directory if that is a URL.
+
+    merged: with trainer.lora the model, to which what the adapters add is added; otherwise the adapters.
+    """
     if not config.sync.by_url:
-        await ranks.each(Rank.export, str(folder), version)
+        await ranks.each(Rank.export, str(folder), version, merged)
         return
     between = Store(config.sync.directory or "").child(f"millrace-replay-{uuid.uuid4().hex}")
     try:
-        await ranks.each(Rank.upload, between.url_of("model"), version)
+        await ranks.each(Rank.upload, between.url_of("model"), version, ALONE, merged)
         between.download_dir("model", str(folder))
     finally:
         between.remove("", recursive=True)

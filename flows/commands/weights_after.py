@@ -1,18 +1,28 @@
-"""The weights of a stored run after some iteration, as a Hugging Face folder: the model itself, an export, or made again."""
+"""The weights of a stored run after some iteration, as a Hugging Face folder: the model itself, an export, or made again.
+
+With trainer.lora it holds the model's weights with the adapters added, as engines get them with sync.lora=merged.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from millrace.connectors.ray import cluster
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.sampled_hash import sampled_hash
 from millrace.core.config import RunConfig
-from millrace.core.errors import StorageError
+from millrace.core.errors import ConfigError, StorageError, remedy_of
+from millrace.core.families.adapters import holds_adapters
 from millrace.flows.commands.replay import configuration_of, export_folder, export_ranks, ranks_alone
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.tasks.runtime.trainer import bring_up
+
+BASE = "put back the folder that the run was trained from"
+STARTED = "put back the folder of adapters that the run started from"
 
 
 def iterations_done(folder: RunFolder, at: int | None) -> int:
@@ -35,18 +45,57 @@ def configuration_after(record: Mapping[str, object], folder: RunFolder, done: i
     return RunConfig.model_validate(record["config"])
 
 
-def weights_after(config: RunConfig, folder: RunFolder, run_id: str, done: int, into: Path) -> str:
-    """A folder with the weights after `done` iterations: the model's, or `into`, which is filled.
+def weights_after(
+    config: RunConfig, folder: RunFolder, record: Mapping[str, Any], done: int, into: Path
+) -> str:
+    """A folder with the weights after `done` iterations: the model's, or `into`, which is filled. record: run.json.
 
     They come from the export after the iteration, or are made again from an earlier checkpoint and the stored batches.
+    Raises ConfigError if the adapters of the run belong to other weights than those of model.path.
     """
+    lora = config.trainer.lora
     if done == 0:
-        return config.model.path
-    if folder.store.list(f"exports/{done:06d}"):
-        export_folder(folder, done, into)
+        if lora is None or lora.path is None:
+            return config.model.path
+        _check_same(record, "trainer.lora.path", Path(lora.path), STARTED)
+        _merge(config, record, Path(lora.path), into)
+    elif folder.store.list(f"exports/{done:06d}"):
+        stored = into.with_name(f"{into.name}-stored")
+        export_folder(folder, done, stored)
+        if holds_adapters(stored):
+            _merge(config, record, stored, into)
+            shutil.rmtree(stored)
+        else:
+            stored.rename(into)
     else:
-        _make_again(config, folder, run_id, done, into)
+        _make_again(config, folder, str(record.get("id")), done, into)
     return str(into)
+
+
+def _merge(config: RunConfig, record: Mapping[str, Any], adapters: Path, into: Path) -> None:
+    """Write the model of model.path with the adapters of a PEFT folder. Raises ConfigError if it is not the run's."""
+    # imports torch
+    from millrace.connectors.trainers.megatron.conversion.conversion import DTYPES, Conversion, Order
+
+    model = Path(config.model.path)
+    _check_same(record, "model.path", model, BASE)
+    Conversion(Order(adapters, into, model, to="hf", dtype=DTYPES[config.dtype], merge=True)).convert()
+
+
+def _check_same(record: Mapping[str, Any], field: str, folder: Path, remedy: str) -> None:
+    """Raise ConfigError, naming the file, if a folder's weights are not those of the run's last start."""
+    try:
+        now = {path.name: sampled_hash(path) for path in folder.glob("*.safetensors")}
+    except OSError as error:
+        raise ConfigError(str(error), where=f"{field} = {folder}", remedy=remedy_of(error, remedy)) from error
+    prints = (record.get("fingerprints") or {"model": {}})["model"]
+    start = f"{field}: "
+    named = {name.removeprefix(start): value for name, value in prints.items() if name.startswith(start)}
+    stored = {name: value for name, value in named.items() if name.endswith(".safetensors")}
+    for name in sorted({*stored, *now}):
+        if stored and stored.get(name) != now.get(name):
+            reason = f"the run's adapters belong to another {name} than is there"
+            raise ConfigError(reason, where=f"{field} = {folder}", remedy=remedy)
 
 
 def _make_again(config: RunConfig, folder: RunFolder, run_id: str, done: int, into: Path) -> None:
@@ -62,4 +111,4 @@ async def _weights(config: RunConfig, folder: RunFolder, done: int, into: Path) 
     steps = config.steps_per_iteration
     async with ranks_alone(config) as ranks:
         await bring_up(ranks, folder, done * steps, steps)
-        await export_ranks(config, ranks, done * steps, into)
+        await export_ranks(config, ranks, done * steps, into, merged=True)

@@ -33,7 +33,7 @@ class WeightSync:
     async def close(self) -> None:
         """Remove the folder."""
         if self._folder:
-            await asyncio.to_thread(self._folder.close)
+            await self._folder.close()
 
     def has(self, version: int) -> bool:
         """Whether engines can be brought to a version without the trainer, because the folder that they load holds it."""

@@ -28,6 +28,7 @@ class WeightsFolder:
         self.version: int | None = None
         self._by_url = config.sync.by_url
         self._merged = not config.adapters_by_name
+        self._removal: asyncio.Task[None] | None = None
         if self._by_url:
             # within the run's folder, whose lease keeps other drivers out
             mine = Store(config.sync.directory or "").child(f"millrace-{identity}")
@@ -43,22 +44,35 @@ class WeightsFolder:
         return self._store.url_of(_name(self.version))
 
     async def write(self, ranks: Ranks, version: int) -> None:
-        """Let the ranks write a version, then remove the others."""
+        """Let the ranks write a version. The others are removed while engines load it."""
+        await self._removed()
         place = self._store.url_of(_name(version))
         if self._by_url:
             await ranks.each(Rank.upload, place, version, ALONE, self._merged)
         else:
             await ranks.each(Rank.export, place, version, self._merged)
         self.version = version
-        await asyncio.to_thread(self._remove_others)
+        self._removal = asyncio.create_task(asyncio.to_thread(self._remove_others))
+
+    async def _removed(self) -> None:
+        """Wait until no older version is there. Raises StorageError if one cannot be removed."""
+        if self._removal is not None:
+            removal, self._removal = self._removal, None
+            await removal
 
     def _remove_others(self) -> None:
         for name in self._store.folders():
             if name != _name(self.version):
                 self._store.remove(name, recursive=True)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Remove the folder."""
+        try:
+            await self._removed()
+        finally:
+            await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
         if not self._by_url:
             remove_own_folder(self._store.root)
             return

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.errors import ConfigError
+from millrace.flows.commands import app
+from millrace.flows.commands.weights_after import configuration_after, weights_after
+from millrace.flows.driver.stored_run import run_record
 from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import (
     Workplace,
@@ -87,6 +95,76 @@ def test_a_run_is_replayed_and_its_adapters_are_merged(
     assert "equal" in workplace.call("replay", "a", "--root", root, "--from", "0", "--to", "3")
     source, target = str(merged_run / "exports" / "000003"), str(tmp_path / "merged")
     assert "equal to" in workplace.call("convert", source, target, "--merge", "--verify")
+
+
+@pytest.fixture
+def weights(
+    merged_run: Path, workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Path]:
+    """The folder of weights after an iteration, with changes of the run's configuration."""
+    monkeypatch.chdir(workplace.folder)
+    root = str(merged_run.parent)
+    record, folder = run_record(root, "a"), RunFolder(root, "a")
+
+    def after(done: int, **changes: Any) -> Path:
+        config = configuration_after(record, folder, done)
+        for section, values in changes.items():
+            config = config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+        return Path(weights_after(config, folder, record, done, tmp_path / str(done)))
+
+    return after
+
+
+def test_weights_after_an_export_are_the_models_with_what_its_adapters_add(
+    merged_run: Path, workplace: Workplace, weights: Callable[..., Path]
+) -> None:
+    made = weights(3)
+    assert weights(0) == Path("model")
+    base, found = (load_file(folder / "model.safetensors") for folder in (workplace.folder / "model", made))
+    pairs = adapters(merged_run)
+    changed = set()
+    for name, weight in base.items():
+        a, b = (
+            pairs.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight") for side in "AB"
+        )
+        if a is not None and b is not None:
+            changed.add(name)
+            weight = torch.addmm(weight.float(), b, a, alpha=2.0)
+        assert torch.equal(found[name], weight.to(found[name].dtype)), name
+    assert len(changed) == len(pairs) / 2 > 0
+    assert any(not torch.equal(found[name], base[name]) for name in changed)
+
+
+def test_other_weights_of_the_model_are_refused_by_the_files_name(
+    workplace: Workplace, weights: Callable[..., Path], tmp_path: Path
+) -> None:
+    other = shutil.copytree(workplace.folder / "model", tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file(
+        {name: tensor + (name == "model.norm.weight") for name, tensor in tensors.items()},
+        other / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(
+        ConfigError, match=r"model.path = .*other: the run's adapters belong to another model.safet"
+    ):
+        weights(3, model={"path": str(other)})
+    with pytest.raises(
+        ConfigError, match=r"model.path = .*gone: the run's adapters belong to another model.safet"
+    ):
+        weights(3, model={"path": str(tmp_path / "gone")})
+
+
+def test_chat_answers_with_two_states_of_the_adapters(
+    workplace: Workplace, merged_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace.folder)
+    given = ["chat", "a", "--compare", "0", "--root", str(merged_run.parent), "--seed", "1"]
+    ended = CliRunner().invoke(app, [*given, "--max-new-tokens", "8"], input="3+4=\n")
+    assert ended.exit_code == 0, ended.output
+    said = " ".join(ended.output.split())
+    assert "a after 3 iterations a before training" in said
+    assert len(said.split("Ctrl-D the chat.")[1]) > 10
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in LATER])

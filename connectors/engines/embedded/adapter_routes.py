@@ -10,6 +10,8 @@ from millrace.connectors.engines.embedded.body import read_json
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.sampling import RequestError
 
+LONGEST_NAME = 512
+
 
 def named_adapter(body: Mapping[str, Any]) -> str | None:
     """The adapter that a request names in lora_path; None for the weights alone."""
@@ -36,7 +38,7 @@ class AdapterRoutes:
         """Load a PEFT folder under a name; running requests go on."""
         body = await read_json(http)
         name, path = _name(body), body.get("lora_path")
-        if not isinstance(path, str):
+        if not isinstance(path, str) or not path:
             raise RequestError("lora_path: a folder is wanted")
         adapter = await asyncio.to_thread(self.engine.read_adapter, name, path)
         await self._call(lambda: self.engine.load_adapter(adapter))
@@ -73,6 +75,6 @@ class AdapterRoutes:
 
 def _name(body: Mapping[str, Any]) -> str:
     name = body.get("lora_name")
-    if not name or not isinstance(name, str):
-        raise RequestError("lora_name: a text is wanted")
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        raise RequestError(f"lora_name: a text of 1 to {LONGEST_NAME} characters is wanted")
     return name

@@ -1,24 +1,22 @@
 """Adapters that the engine serves by name, beside the weights (LoRA, arXiv:2106.09685).
 
-Owns reading a PEFT folder, and what an adapter adds to the outputs of a layer's matrices. Rows of one batch may have different
-adapters; each row's result depends on that row alone, as everywhere in the engine.
+Owns what an adapter adds to the outputs of a layer's matrices. Rows of one batch may have different adapters; each row's result
+depends on that row alone, as everywhere in the engine.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from millrace.connectors.engines.embedded.sampling import RequestError
-from millrace.core.families.adapters import Matrix, matrices
+from millrace.core.errors import ConfigError
+from millrace.core.families.adapters import matrices
 from millrace.core.families.architecture import Architecture
+from millrace.core.families.peft_folder import read_config, stored_pairs
 
 PLACES = {  # what the engine's layers call what a fused layer of the trainer is
     "self_attention.linear_qkv": "qkv",
@@ -26,7 +24,7 @@ PLACES = {  # what the engine's layers call what a fused layer of the trainer is
     "mlp.linear_fc1": "gate_up",
     "mlp.linear_fc2": "down",
 }
-PREFIX = "base_model.model."
+FIELD = "lora_path"
 Part = tuple[int, tuple[Tensor, Tensor] | None]  # outputs of a matrix, and its pair
 
 
@@ -51,44 +49,22 @@ class Adapter:
 
 
 def read_adapter(name: str, folder: Path, shape: Architecture, dtype: torch.dtype) -> Adapter:
-    """Read a PEFT folder. Raises RequestError, and takes none of it, if a tensor of it is of no matrix that can have a pair."""
+    """Read a PEFT folder into memory. Raises RequestError, and takes none of it, if it is none or does not fit the model."""
+    known = [matrix for matrix in matrices(shape) if matrix.supported]
     try:
-        settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        stored = load_file(folder / "adapter_model.safetensors")
-        rank, scale = int(settings["r"]), float(settings["lora_alpha"]) / int(settings["r"])
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, SafetensorError) as error:
-        raise RequestError(f"lora_path: {folder} is no folder of adapters: {error}") from error
+        settings = read_config(folder, FIELD)
+        stored = stored_pairs(folder, known, settings.rank, FIELD)
+    except ConfigError as error:
+        raise RequestError(str(error)) from error
     places: dict[tuple[int, str], list[Part]] = {}
-    for matrix in matrices(shape):
-        if matrix.supported:
-            place = matrix.part.parameter.partition("{layer}.")[2].removesuffix(".weight")
-            pair = _pair(stored, matrix, rank, dtype)
-            places.setdefault((matrix.layer, PLACES[place]), []).append((matrix.outputs, pair))
-    if stored:
-        raise RequestError(
-            f"lora_path: tensor {min(stored)} of {folder} is of no matrix that can have an adapter"
-        )
+    for matrix in known:
+        place = matrix.part.parameter.partition("{layer}.")[2].removesuffix(".weight")
+        pair = stored.get(matrix.name)
+        # a copy: what is read is a view of the file, which others may change
+        own = None if pair is None else (pair[0].to(dtype, copy=True), pair[1].to(dtype, copy=True))
+        places.setdefault((matrix.layer, PLACES[place]), []).append((matrix.outputs, own))
     held = {at: parts for at, parts in places.items() if any(pair is not None for _, pair in parts)}
-    return Adapter(name, scale, held)
-
-
-def _pair(
-    stored: dict[str, Tensor], matrix: Matrix, rank: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
-    """Take a matrix's pair out of the stored tensors; None if it has none."""
-    shapes = {"A": (rank, matrix.inputs), "B": (matrix.outputs, rank)}
-    names = {side: f"{PREFIX}{matrix.name}.lora_{side}.weight" for side in shapes}
-    found = [stored.pop(name, None) for name in names.values()]
-    if found == [None, None]:
-        return None
-    for tensor, (side, shape) in zip(found, shapes.items(), strict=True):
-        if tensor is None or tuple(tensor.shape) != shape:
-            given = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
-            raise RequestError(f"lora_path: tensor {names[side]} is {given}, and {list(shape)} is wanted")
-    a, b = found
-    assert a is not None
-    assert b is not None
-    return a.to(dtype), b.to(dtype)
+    return Adapter(name, settings.scale, held)
 
 
 class RowAdapters:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from millrace.connectors.engines.embedded.adapters import Adapter, read_adapter
 from millrace.connectors.engines.embedded.model import Decoder, Weights, read_shape, read_tensors
-from millrace.connectors.engines.embedded.sampling import RequestError, SamplingParams
+from millrace.connectors.engines.embedded.sampling import SamplingParams
 from millrace.connectors.engines.embedded.slots import Request, Slots
 from millrace.connectors.engines.sglang.client import SglangClient
-from millrace.connectors.trainers.adapters import write_peft
+from millrace.connectors.trainers.adapters import FlatPairs, write_peft
 from millrace.core.config.trainer import Lora
 from millrace.core.errors import EngineError
 from millrace.core.families.adapters import targeted
@@ -42,7 +41,7 @@ def adapters(folder: Path, model: Path, seed: int) -> Path:
     found = targeted(shape, LORA.targets)
     pairs = {one.name: (some(LORA.rank, one.inputs), some(one.outputs, LORA.rank)) for one in found}
     folder.mkdir()
-    write_peft(folder, pairs, LORA, shape, str(model))
+    write_peft(folder, FlatPairs.of(pairs), LORA, shape, str(model))
     return folder
 
 
@@ -138,7 +137,7 @@ async def test_what_does_not_fit_is_refused_and_nothing_changes(
             {**stored, "base_model.model.model.layers.0.mlp.experts.lora_A.weight": stored[name]},
             "is of no matrix",
         ),
-        ({**stored, name: stored[name][:, :-1]}, "is of shape"),
+        ({**stored, name: stored[name][:, :-1]}, r"has shape .* is wanted"),
         ({each: tensor for each, tensor in stored.items() if each != name}, "is missing"),
     ):
         save_file(
@@ -147,7 +146,7 @@ async def test_what_does_not_fit_is_refused_and_nothing_changes(
         )
         with pytest.raises(EngineError, match=reason):
             await client.weights.load_adapter(str(broken), 1, 0)
-    with pytest.raises(EngineError, match="is no folder of adapters"):
+    with pytest.raises(EngineError, match="adapter_config.json cannot be read"):
         await client.weights.load_adapter(str(tmp_path), 1, 0)
     for body, reason in (
         ({"lora_name": kept[0], "lora_path": str(folders[1])}, "a name stands for one adapter"),
@@ -167,7 +166,19 @@ async def test_what_does_not_fit_is_refused_and_nothing_changes(
         await client.weights.load_adapter(str(folders[3]), 3, 0)
 
 
-def test_a_folder_without_settings_is_no_adapter(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 0, "lora_alpha": 1}))
-    with pytest.raises(RequestError, match="is no folder of adapters"):
-        read_adapter("a", tmp_path, read_shape(model), torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_is_written_as_safetensors_writes_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("millrace.connectors.trainers.adapters.CHUNK", 1000)  # several pieces at once
+    shape, pairs, named = read_shape(model), {}, {}
+    for one in targeted(shape, LORA.targets):
+        pairs[one.name] = (
+            torch.randn(LORA.rank, one.inputs, dtype=dtype),
+            torch.randn(one.outputs, LORA.rank, dtype=dtype),
+        )
+        for side, tensor in zip("AB", pairs[one.name], strict=True):
+            named[f"base_model.model.{one.name}.lora_{side}.weight"] = tensor
+    write_peft(tmp_path, FlatPairs.of(pairs), LORA, shape, str(model))
+    save_file(named, tmp_path / "expected", metadata={"format": "pt"})
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()

@@ -6,16 +6,25 @@ A number that is not looked at takes the memory of the host (`n`), or ends the t
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
+import os
 import typing
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from millrace.connectors.engines.embedded import chat, engine, sampling, server, weight_routes
+from millrace.connectors.engines.embedded import (
+    adapter_routes,
+    chat,
+    engine,
+    sampling,
+    server,
+    weight_routes,
+)
 from millrace.connectors.engines.embedded.access import Access
 from millrace.connectors.engines.embedded.engine import Engine
 from millrace.connectors.engines.embedded.sampling import KINDS, SamplingParams
@@ -79,6 +88,22 @@ BUCKET = {"load_format": "flattened_bucket", "names": ["model.norm.weight"], "dt
 OF_BUCKET: dict[str, tuple[Any, ...]] = {"shapes": ([[-1]], [[HUGE]], [[2**62, 2**62]], [[2**40]], [["1"]])}
 PROFILE = {"output_dir": "traces", "num_steps": 1}
 OF_PROFILE: dict[str, tuple[Any, ...]] = {"num_steps": (0, -1, 2**31, True)}
+OF_ADAPTER: dict[str, tuple[Any, ...]] = {
+    "lora_name": ("", "a" * 513, ["a"], {}, True),
+    "lora_path": (
+        "",
+        "\0",
+        "\ud800",
+        "a" * 5000,
+        "/dev/zero",
+        "/dev",
+        "/proc/self/mem",
+        "..",
+        ["a"],
+        {},
+        True,
+    ),
+}
 OF_HEADER = {CONTINUED: ("-1", "1", "9" * 5000, "a", "", "1.5")}
 # what is no number
 OTHERS = """model messages stream user stop text rid sampling_params return_logprob return_routed_experts return_text_in_logprobs abort_all mode tags
@@ -154,6 +179,63 @@ async def test_a_number_of_a_trace_has_bounds(client: Client, field: str) -> Non
         assert field in await refused(client, "/start_profile", {**PROFILE, field: value})
 
 
+@pytest.mark.parametrize("field", OF_ADAPTER)
+async def test_the_name_and_the_folder_of_an_adapter_have_bounds(client: Client, field: str) -> None:
+    numbers = [value for value in EVER if not isinstance(value, str)]
+    for value in (*OF_ADAPTER[field], *numbers, None):
+        good = {"lora_name": "a", "lora_path": "adapters"}
+        assert field in await refused(client, "/load_lora_adapter", {**good, field: value})
+        if field == "lora_name":
+            assert field in await refused(client, "/unload_lora_adapter", {field: value})
+        elif value is not None:
+            assert field in await refused(client, "/generate", {"input_ids": [1], field: value})
+
+
+def _waits_for_ever(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _never_ends(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _holds_no_object(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def _is_a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _fills_the_memory(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+def _names_a_header_without_end(path: Path) -> None:
+    path.write_bytes(b"\xff" * 8 + b"{}")
+
+
+HOSTILE = [
+    *(_waits_for_ever, _never_ends, _holds_no_object, _is_a_folder, _fills_the_memory),
+    _names_a_header_without_end,
+]
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("make", HOSTILE)
+async def test_a_hostile_folder_of_adapters_is_refused(
+    client: Client, tmp_path: Path, make: Callable[[Path], None], file: str
+) -> None:
+    if file != "adapter_config.json":
+        described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    make(tmp_path / file)
+    asked = {"lora_name": "a", "lora_path": str(tmp_path)}
+    async with asyncio.timeout(60):
+        assert f"{file} cannot be read" in await refused(client, "/load_lora_adapter", asked)
+
+
 async def test_a_tensor_is_named_once_in_a_bucket(client: Client) -> None:
     twice = {**BUCKET, "names": ["model.norm.weight"] * 2, "dtypes": ["float32"] * 2, "shapes": [[32]] * 2}
     assert "names" in await refused(client, "/update_weights_from_distributed", twice)
@@ -193,10 +275,10 @@ def test_every_number_has_a_row() -> None:
     assert set(types) == set(KINDS)
     assert {*chat.READ} - set(OTHERS.split()) == set(OF_CHAT)
     read = {*chat.READ}
-    for module in (chat, engine, sampling, server, weight_routes):
+    for module in (adapter_routes, chat, engine, sampling, server, weight_routes):
         assert module.__file__
         read |= set(_read_of_bodies(ast.parse(Path(module.__file__).read_text())))
-    rows = {*OF_GENERATE, *OF_CHAT, *OF_GROUP, *OF_BUCKET, *OF_PROFILE}
+    rows = {*OF_GENERATE, *OF_CHAT, *OF_GROUP, *OF_BUCKET, *OF_PROFILE, *OF_ADAPTER}
     assert read == rows | set(OTHERS.split())
 
 

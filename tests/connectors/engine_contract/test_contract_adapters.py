@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from millrace.connectors.engines.client import EngineClient
-from millrace.connectors.trainers.adapters import merged, write_peft
+from millrace.connectors.trainers.adapters import FlatPairs, merged, write_peft
 from millrace.core.config.trainer import Lora
 from millrace.core.errors import EngineError
 from millrace.core.families.adapters import targeted
@@ -38,7 +38,7 @@ def adapters_of(model: Path, folder: Path, seed: int) -> Path:
     tensors = load_file(model / "model.safetensors")
     whole = {f"{name}.weight": merged(tensors[f"{name}.weight"], pair, 2.0) for name, pair in pairs.items()}
     save_file({**tensors, **whole}, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
-    write_peft(folder, pairs, LORA, shape, str(model))
+    write_peft(folder, FlatPairs.of(pairs), LORA, shape, str(model))
     return folder
 
 

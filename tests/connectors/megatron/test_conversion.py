@@ -546,3 +546,21 @@ def test_adapters_are_merged_in_fp32_and_rounded_once(
         convert(tmp_path / "adapters", tmp_path / "other", to="hf", merge=True)
     with pytest.raises(ConfigError, match="adapter_config.json cannot be read"):
         convert(folder, tmp_path / "other", to="hf", merge=True)
+
+
+def test_merged_weights_of_a_type_are_those_that_the_runs_engines_get(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+) -> None:
+    """Weights stored in bfloat16 that a run holds in float32 were rounded to bfloat16 again when adapters had been added."""
+    from tests.connectors.megatron.test_adapters import settings
+
+    convert(model("qwen3"), tmp_path / "half", to="hf", dtype=torch.bfloat16)
+    with workers.group(settings(tmp_path / "half")) as group:
+        group.train([1], batch.format(1))
+        group.call("export", str(tmp_path / "adapters"), 1)
+        group.call("export", str(tmp_path / "served"), 1, True)
+    convert(tmp_path / "adapters", tmp_path / "merged", to="hf", merge=True, dtype=torch.float32)
+    served, merged = tensors_of(tmp_path / "served"), tensors_of(tmp_path / "merged")
+    assert served.keys() == merged.keys()
+    assert {tensor.dtype for tensor in served.values()} == {torch.float32}
+    assert [name for name, tensor in served.items() if not torch.equal(tensor, merged[name])] == []

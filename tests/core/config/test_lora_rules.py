@@ -73,11 +73,11 @@ def test_the_usual_targets_are_all_of_attention_and_of_dense_mlps() -> None:
     assert {matrix.name.rpartition(".")[2] for matrix in targeted(MIXTURE, USUAL)} == {
         f"{name}_proj" for name in "qkvo"
     }
-    assert target_modules(DENSE, USUAL) == [
+    assert target_modules(DENSE, USUAL) == (
         "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
-    ]  # fmt: skip
+    )  # fmt: skip
     only = r"model\.layers\.1\.self_attn\.[qv]_proj"
-    assert target_modules(DENSE, only) == [f"model.layers.1.self_attn.{name}_proj" for name in "qv"]
+    assert target_modules(DENSE, only) == tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qv")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ class Conversion:
             raise ConfigError(
                 "one lies in the other", where=f"{order.source} and {order.target}", remedy=EMPTY
             )
-        self.source: CheckpointSource = open_source(order.source, order.model, merge=order.merge)
+        self.source: CheckpointSource = open_source(
+            order.source, order.model, merge=order.merge, dtype=order.dtype
+        )
         self.every = self.source.every
         # what steps do not change keeps its type
         self.dtypes = {

@@ -13,8 +13,7 @@ from torch import Tensor
 from millrace.connectors.storage.files import in_threads, recorded
 from millrace.connectors.storage.sampled_hash import sampled_hash
 from millrace.connectors.storage.store import Store
-from millrace.connectors.trainers.adapters import CONFIG as ADAPTERS
-from millrace.connectors.trainers.adapters import WEIGHTS, merged, read_config, stored_pairs
+from millrace.connectors.trainers.adapters import merged
 from millrace.connectors.trainers.megatron.conversion.parameters import (
     FURTHER,
     Parameter,
@@ -26,10 +25,11 @@ from millrace.connectors.trainers.megatron.conversion.stored_weights import (
     checkpoint_folder,
 )
 from millrace.core.errors import ConfigError
-from millrace.core.families.adapters import matrices
+from millrace.core.families.adapters import WEIGHTS, holds_adapters, matrices
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.folder_tensors import FolderTensors
+from millrace.core.families.peft_folder import read_config, stored_pairs
 from millrace.core.families.tensors import may_hold_more, tensor_shapes
 
 Form = Literal["hf", "torch_dist"]
@@ -91,11 +91,10 @@ class HuggingFaceSource:
 class MergedSource(HuggingFaceSource):
     """A Hugging Face folder with what the adapters of a PEFT folder add to its weights."""
 
-    def __init__(self, adapters: Path, model: Path | None) -> None:
-        """model: the folder of the weights; by default as adapter_config.json names it."""
+    def __init__(self, adapters: Path, model: Path | None, dtype: torch.dtype | None) -> None:
+        """model: the folder of the weights; by default as adapter_config.json names it. dtype: of the weights that are added to."""
         settings = read_config(adapters, "source")
-        named = settings.get("base_model_name_or_path") or ""
-        base = model or Path(named)
+        base = model or Path(settings.base)
         if not (base / "config.json").is_file():
             raise ConfigError(
                 f"{base} holds no config.json, and the adapters belong to a model",
@@ -103,16 +102,21 @@ class MergedSource(HuggingFaceSource):
                 remedy="name the folder of the model that they were trained beside: --model FOLDER",
             )
         super().__init__(base)
-        self.folder = adapters
-        self._scale = settings["lora_alpha"] / settings["r"]
-        self._pairs = stored_pairs(adapters, matrices(self.arch), settings["r"], "source")
+        self.folder, self._dtype = adapters, dtype
+        self._scale = settings.scale
+        self._pairs = stored_pairs(adapters, matrices(self.arch), settings.rank, "source")
 
     def tensors(self, parameter: Parameter, rows: slice) -> list[Tensor]:
         """The Hugging Face tensors that make a parameter, or these rows of them."""
         found = []
         for name, tensor in zip(parameter.shapes, super().tensors(parameter, rows), strict=True):
             pair = self._pairs.get(name.removesuffix(".weight"))
-            found.append(tensor if pair is None else merged(tensor, (pair[0], pair[1][rows]), self._scale))
+            if pair is None:
+                found.append(tensor)
+                continue
+            # a trainer adds to weights of its own type, which are rounded or widened before
+            weight = tensor if self._dtype is None else tensor.to(self._dtype)
+            found.append(merged(weight, (pair[0], pair[1][rows]), self._scale))
         return found
 
     def state(self) -> str:
@@ -189,17 +193,17 @@ def _further(tensors: FolderTensors, arch: Architecture) -> list[Parameter]:
 
 
 def open_source(
-    path: Path, model: Path | None = None, *, merge: bool = False
+    path: Path, model: Path | None = None, *, merge: bool = False, dtype: torch.dtype | None = None
 ) -> HuggingFaceSource | TorchDistSource:
     """The checkpoint at a path. model: the Hugging Face folder that describes a torch_dist checkpoint, or whose adapters are merged.
 
-    merge: the path is a folder of adapters.
+    merge: the path is a folder of adapters, which are added to weights of this dtype, by default as they are stored.
 
     Raises ConfigError or StorageError, naming the file and the remedy, before any weight is read.
     """
     if merge:
-        return MergedSource(path, model)
-    if (path / ADAPTERS).is_file() and not (path / "config.json").is_file():
+        return MergedSource(path, model, dtype)
+    if holds_adapters(path):
         raise ConfigError(
             "it is a folder of adapters",
             where=f"source = {path}",

@@ -3,6 +3,8 @@
 Owns which rank writes: rank 0, since adapters are small. All ranks must call each function together.
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from millrace.connectors.trainers.adapters import write_peft
+from millrace.connectors.trainers.adapters import FlatPairs, write_peft
 from millrace.connectors.trainers.megatron.model.adapters import Pair
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.core.config.trainer import Lora
@@ -29,31 +31,65 @@ def pairs_of(model: RankModel) -> tuple[dict[str, Pair], float]:
 
 def whole_pair(pair: Pair) -> tuple[Tensor, Tensor]:
     """A [rank, in] and B [out, rank], from the parts of all tensor parallel ranks."""
-    a, b = pair.A.detach(), pair.B.detach()
+    cut = (pair.B if pair.by_rows else pair.A).detach()
     group = mpu.get_tensor_model_parallel_group()
-    if group.size() > 1:
-        own = (b if pair.by_rows else a).contiguous()
-        parts = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(parts, own, group=group)
-        joined = torch.cat(parts, pair.axis)
-        a, b = (a, joined) if pair.by_rows else (joined, b)
+    if group.size() == 1:
+        return _pair(pair, cut)
+    parts = [torch.empty_like(cut) for _ in range(group.size())]
+    dist.all_gather(parts, cut.contiguous(), group=group)
+    return _pair(pair, torch.cat(parts, pair.axis))
+
+
+def _pair(pair: Pair, joined: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B, of which `joined` is the one that ranks have parts of."""
+    a, b = (pair.A.detach(), joined) if pair.by_rows else (joined, pair.B.detach())
     return a, b.flatten(0, 1) if pair.halves else b
 
 
 def write_adapters(model: RankModel, hf: dict[str, Any], lora: Lora, base: str, folder: Path) -> None:
     """Write a PEFT folder on rank 0. base: the folder of the model that the adapters belong to."""
-    pairs = _gathered(model)
-    if dist.get_rank() == 0:
-        write_peft(folder, pairs, lora, architecture(hf), base)
+    pairs = gathered(model)
+    if pairs is not None:
+        write_peft(folder, pairs.on_host(), lora, architecture(hf), base)
 
 
-def _gathered(model: RankModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """All pairs of the model on rank 0, on the host; elsewhere none."""
-    own = {name: tuple(part.cpu() for part in whole_pair(pair)) for name, pair in pairs_of(model)[0].items()}
-    writes = (
-        mpu.get_tensor_model_parallel_rank() == 0
-        and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-    )
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(own if writes else {}, of_ranks if dist.get_rank() == 0 else None)
-    return {name: pair for part in of_ranks if part for name, pair in part.items()}
+def gathered(model: RankModel) -> FlatPairs | None:
+    """All pairs of the model on rank 0, on its device; elsewhere None."""
+    if mpu.get_data_parallel_rank(with_context_parallel=True):
+        return None
+    whole = _whole_pairs(pairs_of(model)[0])
+    if mpu.get_tensor_model_parallel_rank():
+        return None
+    own = FlatPairs.of(whole)
+    # the ranks that are left are those of rank 0's pipeline
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return own
+    first = dist.get_rank() == 0
+    of_stages: list[Any] = [None] * group.size()
+    dist.gather_object(own.tensors, of_stages if first else None, group=group, dst=0)
+    if not first:
+        dist.send(own.values, 0, group=group)
+        return None
+    values = [own.values]
+    for rank, tensors in zip(dist.get_process_group_ranks(group)[1:], of_stages[1:], strict=True):
+        values.append(own.values.new_empty(sum(math.prod(shape) for _, shape in tensors)))
+        dist.recv(values[-1], rank, group=group)
+    return FlatPairs([each for tensors in of_stages for each in tensors], torch.cat(values))
+
+
+def _whole_pairs(pairs: Mapping[str, Pair]) -> dict[str, tuple[Tensor, Tensor]]:
+    """`whole_pair` of many, for which ranks meet once."""
+    group = mpu.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return {name: whole_pair(pair) for name, pair in pairs.items()}
+    cut = [(pair.B if pair.by_rows else pair.A).detach() for pair in pairs.values()]
+    own = torch.cat([part.reshape(-1) for part in cut])
+    of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_ranks, own, group=group)
+    split = [flat.split([part.numel() for part in cut]) for flat in of_ranks]
+    whole = {}
+    for (name, pair), part, *parts in zip(pairs.items(), cut, *split, strict=True):
+        joined = torch.cat([each.view_as(part) for each in parts], pair.axis)
+        whole[name] = _pair(pair, joined)
+    return whole
