@@ -16,6 +16,7 @@ from torch.nn import Conv1d, Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from millrace.connectors.trainers.checkpoint.folders import on_every_rank
+from millrace.connectors.trainers.compute_type import compute_type
 from millrace.connectors.trainers.fsdp import attention
 from millrace.connectors.trainers.fsdp.fused_parts import fuse
 from millrace.connectors.trainers.fsdp.sight import Sight
@@ -205,7 +206,7 @@ def shard(
     model: PackedModel, config: RunConfig, mesh: DeviceMesh, device: torch.device, *, trains: bool = True
 ) -> PackedModel:
     """Cut a model over the ranks, block by block: main weights in fp32, or in the model's type if it is not trained."""
-    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    compute = compute_type(config)
     main = MAIN if trains else compute
     # inputs keep their type: the embedding's is the type of computation, and a pass in a wider type stays in it
     policy = MixedPrecisionPolicy(

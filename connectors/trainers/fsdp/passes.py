@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from millrace.connectors.trainers.compute_type import compute_type
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of_units
 from millrace.connectors.trainers.ops.fused import plain_forms, take_rows
 from millrace.connectors.trainers.ops.logprobs import TokenLogprobs, WholeVocabulary, token_logprobs
@@ -57,7 +58,7 @@ class FsdpPasses(LogprobPasses):
 
     def wider_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
         """The same as `logprobs`, with the weights' values in the next wider type, and computed in it."""
-        narrow = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+        narrow = compute_type(self.config)
         self._wide = WIDER[narrow]
         try:
             with plain_forms(), computing_in(self.model, self._wide):

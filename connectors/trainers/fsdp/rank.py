@@ -88,6 +88,6 @@ class FsdpRank(LearnerRank):
     @property
     def _dtype(self) -> torch.dtype:
         """The type of weights for others."""
-        import torch
+        from millrace.connectors.trainers.compute_type import compute_type
 
-        return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+        return compute_type(self.config)

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from millrace.connectors.storage.images import StoredImages, opened
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.compute_type import compute_type
 from millrace.connectors.trainers.packing import Pack
 from millrace.core.config import RunConfig
 from millrace.core.families.images import ImageRules, image_rules
@@ -39,7 +40,7 @@ class Sight:
         """tower: of the model, in any type."""
         self.rules: ImageRules = image_rules(config.model.path)
         self.marks = torch.tensor(self.rules.marks, device=device)
-        compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        compute = compute_type(config)
         self._tower = tower.to(device=device, dtype=compute).requires_grad_(False)
         self._stored = StoredImages(Store(config.storage.root).child(config.run.name))
         self._device, self._dtype = device, compute

@@ -19,7 +19,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config, resolved, undeclared_keys
 from tests.connectors.megatron.test_buckets import passed
-from tests.connectors.megatron.test_conversion import assert_same, convert
+from tests.connectors.megatron.test_conversion import convert, load_weights, tensors_of
 from tests.connectors.megatron.test_kept_tensors import bytes_of
 from tests.support.tiny_models import stacked
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
@@ -136,17 +136,35 @@ def test_the_engine_computes_the_language_model(alone: Path, folder: Path) -> No
     assert torch.equal(*hidden)
 
 
-def test_every_tensor_comes_back_from_torch_dist_unless_it_holds_all_experts(
-    form: str, folder: Path, tmp_path: Path
+def test_every_tensor_comes_back_from_torch_dist_and_experts_one_by_one(folder: Path, tmp_path: Path) -> None:
+    convert(folder, tmp_path / "there")
+    convert(tmp_path / "there", tmp_path / "back")
+    convert(tmp_path / "there", tmp_path / "described", folder)
+    back, described = (tensors_of(tmp_path / name) for name in ("back", "described"))
+    assert not any(name.endswith("layers.0.mlp.experts.down_proj") for name in back if name[:3] != "mtp")
+    assert back.keys() == described.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in described.items())
+    together, original = stacked(back), tensors_of(folder)
+    assert together.keys() == original.keys()
+    assert all(together[name].dtype == tensor.dtype for name, tensor in original.items())
+    assert all(torch.equal(together[name], tensor) for name, tensor in original.items())
+    convert(folder, tmp_path / "other", to="hf", dtype=torch.float32)
+    assert tensors_of(tmp_path / "other").keys() == original.keys()
+
+
+@pytest.mark.slow
+def test_ranks_load_what_was_converted_and_what_they_save_is_the_model_again(
+    workers: Workers, folder: Path, tmp_path: Path
 ) -> None:
-    if form == "qwen3_5_moe":
-        with pytest.raises(ConfigError, match="hold all experts of a layer, which torch_dist keeps apart"):
-            convert(folder, tmp_path / "there")
-        convert(folder, tmp_path / "back", to="hf")
-    else:
-        convert(folder, tmp_path / "there")
-        convert(tmp_path / "there", tmp_path / "back")
-    assert_same(tmp_path / "back", folder)
+    convert(folder, tmp_path / "converted")
+    with workers.group(configuration(folder, 2, parallel={"pipeline": 2})) as group:
+        group.call("save", f"{tmp_path}/saved")
+        differing = group.run(load_weights, str(tmp_path / "converted" / "release"))
+    assert not any(differing)
+    convert(tmp_path / "saved", tmp_path / "again", folder)
+    again, original = stacked(tensors_of(tmp_path / "again")), tensors_of(folder)
+    assert again.keys() == original.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in original.items())
 
 
 def test_keys_of_the_language_model_are_read_where_they_are(form: str, alone: Path, folder: Path) -> None:

@@ -21,7 +21,12 @@ from millrace.connectors.host.local_files import NO_LOCKS, make_folder
 from millrace.connectors.storage.files import FileEntry, in_threads, write_blocks
 from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.megatron.conversion.parameters import FURTHER, Parameter
-from millrace.connectors.trainers.megatron.conversion.sources import CheckpointSource, Form, open_source
+from millrace.connectors.trainers.megatron.conversion.sources import (
+    CheckpointSource,
+    Form,
+    HuggingFaceSource,
+    open_source,
+)
 from millrace.connectors.trainers.megatron.conversion.targets import (
     FURTHER_FILE,
     HuggingFaceTarget,
@@ -89,13 +94,15 @@ class Conversion:
         self.source: CheckpointSource = open_source(
             order.source, order.model, merge=order.merge, dtype=order.dtype
         )
+        form = order.to or ("hf" if self.source.form == "torch_dist" else "torch_dist")
+        if form == "torch_dist" and isinstance(self.source, HuggingFaceSource):
+            self.source.part_experts()
         self.every = self.source.every
         # what steps do not change keeps its type
         self.dtypes = {
             each.name: order.dtype if order.dtype and each.part.trained else self.source.dtype(each)
             for each in self.every
         }
-        form = order.to or ("hf" if self.source.form == "torch_dist" else "torch_dist")
         if stacked_names(self.source.arch) and "torch_dist" in (form, self.source.form):
             raise ConfigError(
                 f"tensors of {self.source.arch.family} hold all experts of a layer, which torch_dist keeps apart",

@@ -4,6 +4,7 @@ Owns which folder is of which form, and where the model's description is: its co
 """
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -28,8 +29,10 @@ from millrace.core.errors import ConfigError
 from millrace.core.families.adapters import WEIGHTS, holds_adapters, matrices
 from millrace.core.families.architecture import Architecture, architecture
 from millrace.core.families.config_file import read_hf_config
+from millrace.core.families.decoder import TOGETHER
 from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.peft_folder import read_config, stored_pairs
+from millrace.core.families.registry import family_named
 from millrace.core.families.tensors import may_hold_more, tensor_shapes
 
 Form = Literal["hf", "torch_dist"]
@@ -65,11 +68,18 @@ class HuggingFaceSource:
         self.folder = self.model = folder
         self.arch = architecture(read_hf_config(str(folder), "source"))
         self._tensors = FolderTensors(str(folder), self.arch, "source", mapped=False)
+        parts = family_named(self.arch.family).layer if self.arch.experts_together else ()
+        self._together = {part.parameter: next(iter(part.tensors)) for part in parts if part.when == TOGETHER}
+        self.every = [*parameters(self.arch), *_further(self._tensors, self.arch)]
+
+    def part_experts(self) -> None:
+        """Give the experts of a layer one by one, also if the folder stores them together: torch_dist keeps them apart."""
+        self.arch = replace(self.arch, experts_together=False)
         self.every = [*parameters(self.arch), *_further(self._tensors, self.arch)]
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """The type of a parameter's tensors."""
-        dtypes = {self._tensors.type_of(name) for name in parameter.shapes}
+        dtypes = {self._tensors.type_of(name) for name in self._stored(parameter)}
         if len(dtypes) > 1:
             raise ConfigError(
                 f"{' and '.join(parameter.shapes)} are of types {', '.join(sorted(dtypes))}, and make one parameter",
@@ -81,7 +91,16 @@ class HuggingFaceSource:
 
     def tensors(self, parameter: Parameter, rows: slice) -> list[Tensor]:
         """The Hugging Face tensors that make a parameter, or these rows of them."""
-        return [self._tensors.rows(name, rows) for name in parameter.shapes]
+        stored = self._stored(parameter)
+        if stored == list(parameter.shapes):
+            return [self._tensors.rows(name, rows) for name in stored]
+        share = self._tensors.expert(stored[0], parameter.expert)
+        return [tensor[rows] for tensor in share.chunk(len(parameter.shapes))]
+
+    def _stored(self, parameter: Parameter) -> list[str]:
+        """Names of the stored tensors that hold a parameter: its own, or the one of all experts of its layer."""
+        together = self._together.get(parameter.part.parameter)
+        return [together.format(layer=parameter.layer)] if together else list(parameter.shapes)
 
     def state(self) -> str:
         """A hash of the folder's configuration, and of the sizes and times of its weight files."""
@@ -140,7 +159,7 @@ class TorchDistSource:
                 remedy="name the Hugging Face folder that the model came from: --model FOLDER",
             )
         self.model = model or described
-        self.arch = architecture(read_hf_config(str(self.model), "model"))
+        self.arch = replace(architecture(read_hf_config(str(self.model), "model")), experts_together=False)
         if (self.folder / MARKER).is_file():
             store = Store(str(self.folder))
             marker = store.read_sealed(MARKER)

@@ -8,6 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from millrace.connectors.trainers import patches
+from millrace.connectors.trainers.compute_type import compute_type
 from millrace.connectors.trainers.ops.fused import accumulate
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options.transformer import FIELDS as MOE_LOSS_FIELDS
@@ -17,7 +18,7 @@ from millrace.core.families.architecture import architecture
 def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConfig:
     """The model's sizes, its parallelism and the options of trainer.megatron, except the routers' losses."""
     parallel, arch = config.trainer.parallel, architecture(hf)
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    dtype = compute_type(config)
     values: dict[str, Any] = {
         "num_layers": arch.layers,
         "hidden_size": arch.hidden,

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -16,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
+from millrace.connectors.trainers.compute_type import compute_type
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.optim import fused_adamw
 from millrace.core.config import RunConfig
@@ -36,7 +36,7 @@ def make_optimizer(models: list[DistributedDataParallel], config: RunConfig, lr:
             adam_eps=o.eps,
             clip_grad=o.clip_grad,
             bf16=config.dtype == "bfloat16",
-            params_dtype=torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+            params_dtype=compute_type(config),
             use_distributed_optimizer=o.distributed,
             **config.trainer.megatron_optimizer,
         ),
