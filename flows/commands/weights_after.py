@@ -51,7 +51,7 @@ def weights_after(
     """A folder with the weights after `done` iterations: the model's, or `into`, which is filled. record: run.json.
 
     They come from the export after the iteration, or are made again from an earlier checkpoint and the stored batches.
-    Raises ConfigError if the adapters of the run belong to other weights than those of model.path.
+    Raises ConfigError if the adapters of the run belong to other weights than model.path has.
     """
     lora = config.trainer.lora
     if done == 0:
@@ -83,7 +83,7 @@ def _merge(config: RunConfig, record: Mapping[str, Any], adapters: Path, into: P
 
 
 def _check_same(record: Mapping[str, Any], field: str, folder: Path, remedy: str) -> None:
-    """Raise ConfigError, naming the file, if a folder's weights are not those of the run's last start."""
+    """Raise ConfigError, naming the file, if a folder has other weights than at the run's last start."""
     try:
         now = {path.name: sampled_hash(path) for path in folder.glob("*.safetensors")}
     except OSError as error:

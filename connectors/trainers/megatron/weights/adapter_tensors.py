@@ -41,7 +41,7 @@ def whole_pair(pair: Pair) -> tuple[Tensor, Tensor]:
 
 
 def _pair(pair: Pair, joined: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B, of which `joined` is the one that ranks have parts of."""
+    """A and B. joined: the half that ranks have parts of, whole."""
     a, b = (pair.A.detach(), joined) if pair.by_rows else (joined, pair.B.detach())
     return a, b.flatten(0, 1) if pair.halves else b
 
@@ -61,7 +61,7 @@ def gathered(model: RankModel) -> FlatPairs | None:
     if mpu.get_tensor_model_parallel_rank():
         return None
     own = FlatPairs.of(whole)
-    # the ranks that are left are those of rank 0's pipeline
+    # only rank 0's pipeline is left
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return own
