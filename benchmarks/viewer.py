@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ RUN, BUCKET = "large", "bucket"
 OF_GROUP = 8  # samples
 PIECE = 500  # samples of a row group of the batch, and of a part
 DROPPED = 5  # of five groups, one
+More = Callable[[Store, Sequence[str]], list[Any]]
 
 
 def main() -> None:
@@ -146,8 +147,8 @@ def measure(root: str) -> dict[str, float]:
     return {**found, "memory_mib": max(memory.rss / 2**20, int(peak) / 1024)}
 
 
-def write(root: str, samples: int, tokens: int) -> None:
-    """Write the run, some samples at a time."""
+def write(root: str, samples: int, tokens: int, more: More | None = None) -> None:
+    """Write the run, some samples at a time. more: writes further parts of their groups."""
     run = StubRun(root, RUN)
     store = run.folder.iteration(0)
     groups = [group_id(RUN, 0, f"p{number}", number) for number in range(samples // OF_GROUP)]
@@ -161,6 +162,7 @@ def write(root: str, samples: int, tokens: int) -> None:
     ]
     for some in pieces(groups):
         entries += parts(store, texts, some)
+        entries += more(store, some) if more else []
     figures = {"reward/mean": 0.5, "train/version": 1.0, "tokens/generated": float(samples * tokens)}
     manifest = Manifest(iteration=0, files=entries, tasks={"trained_version": 1, "metrics": figures})
     run.folder.commit_manifest(0, manifest)

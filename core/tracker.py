@@ -3,12 +3,39 @@
 Owns no connection: connectors/mlflow, connectors/tensorboard and connectors/wandb have one each.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from millrace.core.config import RunConfig
 
 OF_RUNS = ("run:", "preset:", "model:")  # prefixes of the tags of a run
+
+
+@dataclass(frozen=True)
+class TraceSpan:
+    """A part of a rollout: a turn, a tool's call or the reward. start, end: seconds of the epoch. Values become JSON."""
+
+    name: str
+    kind: Literal["turn", "tool", "reward"]
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    start: float
+    end: float
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class RolloutTrace:
+    """A rollout with its parts, one at least. why: it was chosen as the worst, best, median or longest one, or as failed."""
+
+    sample: str
+    group: str
+    why: str
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    failed: bool
+    spans: Sequence[TraceSpan]
 
 
 class Tracker(Protocol):

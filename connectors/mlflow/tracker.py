@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path, PurePosixPath
 from typing import Any, Concatenate, ParamSpec, cast
@@ -19,11 +19,12 @@ from typing import Any, Concatenate, ParamSpec, cast
 from millrace.connectors.host.local_files import home, locked
 from millrace.connectors.host.own_folders import temporary_folder
 from millrace.connectors.mlflow.server import SQLITE, local_page
+from millrace.connectors.mlflow.traces import spans_of, store_traces
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import MillraceError, TrackerError
 from millrace.core.metric_names import portable_name
 from millrace.core.plain_text import whole
-from millrace.core.tracker import flat
+from millrace.core.tracker import RolloutTrace, flat
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -69,7 +70,8 @@ def _taken(
 
         try:
             call(self, *args, **kwargs)
-        except (MlflowException, OSError) as error:
+        # a server or a store of an earlier form implements no traces
+        except (MlflowException, NotImplementedError, OSError) as error:
             raise TrackerError(
                 f"MLflow's store refuses the data: {str(error).partition(chr(10))[0]}",
                 where=f"tracking.uri = {self.uri}",
@@ -193,6 +195,16 @@ class MlflowTracker:
             path = Path(folder) / target.name
             path.write_bytes(data)
             self._client.log_artifact(self.run_id, str(path), artifact_path=subfolder)
+
+    @_taken
+    def log_traces(self, traces: Sequence[RolloutTrace], iteration: int, views: Mapping[str, str]) -> None:
+        """Store rollouts of an iteration as traces of the run; one that was stored before replaces itself.
+
+        views: how the page of each in `millrace view` is reached, by its sample.
+        """
+        made = [spans_of(trace, self.run_id, iteration, views[trace.sample]) for trace in traces]
+        if made:
+            store_traces(self._client, self.uri, self.experiment_id, self.run_id, made)
 
     def history(self, name: str) -> list[tuple[int, float]]:
         """Points of a metric, (step, value) in order of steps: read from the store once, then with what was logged here."""

@@ -37,6 +37,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.reporting.pictures import curves_png, drawn
 from millrace.tasks.reporting.sample_groups import samples_text
 from millrace.tasks.reporting.texts import account_text, iteration_text, run_text
+from millrace.tasks.reporting.traces import rollout_traces
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,11 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         _show_run(runtime, number),
         *([_show_curves(runtime, picture, number)] if picture else []),
     )
+    most = config.tracking.rollout_traces
+    if most and not config.algorithm.supervised:
+        files = IterationFiles(runtime.run_folder, ctx.index)
+        view = f"{view_command(runtime.run_folder)}, at /{config.run.name}/{number}"
+        runtime.tracking.log_traces(lambda: rollout_traces(files, most), number, view)
 
 
 def _shows_curves(ctx: IterationContext) -> bool:
@@ -233,9 +239,14 @@ def _links(runtime: Runtime, ctx: IterationContext | None = None) -> dict[str, s
     return links
 
 
+def view_command(run: RunFolder) -> str:
+    """The command that serves a run's page of samples."""
+    return f"millrace view {of_run(run.name, run.store.url)}"
+
+
 def samples_page(run: RunFolder, index: int | None = None) -> str:
     """The command that shows a run's samples, and the address of an iteration on its page."""
-    command = f"`millrace view {of_run(run.name, run.store.url)}`"
+    command = f"`{view_command(run)}`"
     return command if index is None else f"{command}, at `/{run.name}/{iteration_number(index)}`"
 
 

@@ -17,14 +17,16 @@ from millrace.connectors.wandb.tracker import WandbTracker
 from millrace.core.config import RunConfig
 from millrace.core.config.tracking import TrackerName
 from millrace.core.contracts.progress import waiting
-from millrace.core.errors import TrackerError
-from millrace.core.tracker import Tracker
+from millrace.core.errors import StorageError, TrackerError
+from millrace.core.tracker import RolloutTrace, Tracker
 from millrace.tasks.reporting.pictures import Curves
 
 log = logging.getLogger(__name__)
 
 PICTURE_EVERY_S = 10.0
 FINISH_S, POLL_S = 120.0, 2.0
+TRACED_S = 20.0  # that the end of a run waits for its newest traces
+TRACED_SHARE = 0.01  # of a core, at most, that giving rollouts to MLflow takes
 MOST = 1000  # calls that wait for a tracker
 # metrics that are logged while they are 0, too
 FROM_THE_START = ("reward/mean", "train/loss", "train/grad_norm", "eval/")
@@ -38,6 +40,7 @@ class Trackers:
         self.curves = Curves()
         self.trackers: dict[TrackerName, Tracker] = {}
         self._backlogs: dict[TrackerName, Backlog] = {}
+        self._traces: RolloutTracer | None = None
         self._page: RunPage | None = None
         self._pictured_at = -math.inf
 
@@ -88,6 +91,16 @@ class Trackers:
             self._pictured_at = time.monotonic()
         return asyncio.to_thread(self._each, partial(_log, metrics, step, picture))
 
+    def log_traces(self, read: Callable[[], list[RolloutTrace]], iteration: int, view: str) -> None:
+        """Give some rollouts of an iteration to MLflow, as traces. Returns at once; `read` is called in another thread.
+
+        view: how the iteration's page in `millrace view` is reached.
+        """
+        if self._traces is None and self.mlflow:
+            self._traces = RolloutTracer(self.mlflow)
+        if self._traces:
+            self._traces.give(read, iteration, view)
+
     def describe(self, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Keep configuration and tags in every tracker."""
         self._each(lambda tracker: tracker.set_tags(tags))
@@ -99,6 +112,8 @@ class Trackers:
 
     def finish(self) -> None:
         """Mark the run complete in every tracker. Waits a while for a tracker that fails: the run is complete without it."""
+        if self._traces:
+            self._traces.close()
         self._each(lambda tracker: tracker.finish())
         until = time.monotonic() + FINISH_S
         for name, backlog in self._backlogs.items():
@@ -113,6 +128,8 @@ class Trackers:
 
     def close(self) -> None:
         """Close the trackers. A failure is logged, and ends no run."""
+        if self._traces:
+            self._traces.close()
         for name, tracker in self.trackers.items():
             try:
                 tracker.close()
@@ -166,6 +183,40 @@ class Backlog:
             if self._told:
                 log.info("%s takes what it is given again, and has all of it", self._name)
             self._told = False
+
+
+class RolloutTracer:
+    """Gives rollouts to MLflow in a thread that nothing waits for, and that takes at most TRACED_SHARE of a core."""
+
+    def __init__(self, mlflow: MlflowTracker) -> None:
+        self._mlflow = mlflow
+        self._thread: threading.Thread | None = None
+        self._due = -math.inf  # monotonic time before which nothing is given
+
+    def give(self, read: Callable[[], list[RolloutTrace]], iteration: int, view: str) -> None:
+        """Give an iteration's rollouts, unless earlier ones are under way or that would be too soon after them."""
+        if (self._thread and self._thread.is_alive()) or time.monotonic() < self._due:
+            return
+        # a daemon: the end of the process does not wait for a server that does not answer
+        self._thread = threading.Thread(
+            target=self._store, args=(read, iteration, view), name="rollout-traces", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait a while until the newest are stored."""
+        if self._thread:
+            self._thread.join(TRACED_S)
+
+    def _store(self, read: Callable[[], list[RolloutTrace]], iteration: int, view: str) -> None:
+        worked = time.thread_time()
+        try:
+            traces = read()
+            views = {trace.sample: f"{view}/{trace.group}/{trace.sample}" for trace in traces}
+            self._mlflow.log_traces(traces, iteration, views)
+        except (StorageError, TrackerError, OSError) as error:
+            log.warning("the rollouts of iteration %d are in no trace: %s. The run goes on", iteration, error)
+        self._due = time.monotonic() + (time.thread_time() - worked) / TRACED_SHARE
 
 
 def _log(metrics: Mapping[str, float], step: int, picture: bytes | None, tracker: Tracker) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from millrace.connectors.mlflow.tracker import FOLDER_TAG, PARAM_LIMIT, MlflowTracker
-from millrace.core.errors import MillraceError
+from millrace.core.errors import MillraceError, TrackerError
 from millrace.core.metric_names import name_part
+from millrace.core.tracker import RolloutTrace, TraceSpan
 from tests.support.flow_runs import wait_until
 from tests.support.odd_texts import ODD_TEXTS
 
@@ -242,3 +243,68 @@ def test_the_load_of_the_host_is_logged_until_the_run_is_closed(
     tracker.finish()
     assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
     assert run_of(tracker).info.status == "FINISHED"
+
+
+def rollout(sample: str, response: str = "5") -> RolloutTrace:
+    spans = [
+        TraceSpan("turn", "turn", {"event": 0}, {"text": response}, 1_800_000_000.0, 1_800_000_001.5),
+        TraceSpan("add", "tool", {"arguments": "{}"}, {"text": "no"}, 1_800_000_001.5, 1_800_000_002.0, True),
+        TraceSpan("reward", "reward", {"label": None}, {"reward": 0.5}, 1_800_000_002.0, 1_800_000_002.5),
+    ]
+    return RolloutTrace(sample, "g", "best", {"prompt": "2+3="}, {"response": response}, False, spans)
+
+
+def traces_of(tracker: MlflowTracker) -> dict[str, Any]:
+    """The traces of a run, by sample."""
+    found = tracker._client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+    assert len(found) == len({trace.info.tags["millrace.sample"] for trace in found})
+    return {trace.info.tags["millrace.sample"]: trace for trace in found}
+
+
+def test_rollouts_are_traces_of_the_run_each_once(uri: str) -> None:
+    tracker = started(uri, "traced", "a", "/runs/a", None)
+    views = {name: f"millrace view a, at /a/3/g/{name}" for name in ("s0", "s1")}
+    tracker.log_traces([rollout("s0"), rollout("s1")], 3, views)
+    again = started(uri, "traced", "a", "/runs/a", tracker.run_id)
+    again.log_traces([rollout("s1", "five é \ud83d")], 3, views)  # a task that is made again
+    again.log_traces([], 4, {})
+    other = started(uri, "traced", "b", "/runs/b", None)
+    other.log_traces([rollout("s0")], 3, {"s0": "millrace view b"})
+    found = traces_of(tracker)
+    assert (found.keys(), traces_of(other).keys()) == ({"s0", "s1"}, {"s0"})
+    trace = found["s1"]
+    tags = {name: value for name, value in trace.info.tags.items() if name.startswith("millrace.")}
+    assert tags == {
+        "millrace.sample": "s1",
+        "millrace.group": "g",
+        "millrace.iteration": "3",
+        "millrace.chosen_as": "best",
+        "millrace.view": views["s1"],
+    }
+    spans = {span.name: span for span in trace.data.spans}
+    kinds = {name: span.span_type for name, span in spans.items()}
+    assert kinds == {"rollout s1": "CHAIN", "turn": "LLM", "add": "TOOL", "reward": "EVALUATOR"}
+    assert spans["rollout s1"].outputs == {"response": ["five é \\ud83d"]}
+    assert spans["turn"].outputs == {"text": ["five é \\ud83d"]}
+    assert spans["reward"].inputs == {}
+    assert spans["reward"].outputs == {"reward": 0.5}
+    assert [spans[name].status.status_code.name for name in ("turn", "add")] == ["OK", "ERROR"]
+    assert (trace.info.request_time, trace.info.execution_duration) == (1_800_000_000_000, 2500)
+
+
+def test_a_text_is_never_alone_in_a_trace(uri: str) -> None:
+    """MLflow's page renders a text alone as Markdown, and a list as JSON."""
+    tracker = started(uri, "plain", "a", "/runs/plain", None)
+    tracker.log_traces([rollout("s0", "![x](http://evil.test/x.png)")], 1, {"s0": "v"})
+    for span in traces_of(tracker)["s0"].data.spans:
+        values = [*span.inputs.values(), *span.outputs.values()]
+        assert not any(isinstance(value, str) for value in values), span.name
+
+
+def test_a_store_that_takes_no_traces_is_a_trackers_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracker = started(f"file://{tmp_path}", "e", "a", "/runs/a", None)
+    with pytest.raises(TrackerError, match=r"tracking\.uri"):
+        tracker.log_traces([rollout("s0")], 1, {"s0": "v"})

@@ -17,15 +17,19 @@ import pytest
 from pydantic import BaseModel
 
 from millrace.connectors.mlflow.server import ensure_mlflow, stop_mlflow
+from millrace.connectors.mlflow.traces import trace_id
 from millrace.connectors.mlflow.tracker import MlflowTracker
+from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.config import RunConfig
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.reading.load import load_config
 from millrace.tasks.reporting.sample_groups import samples_text
+from millrace.tasks.reporting.traces import rollout_traces
 from tests.support import stored_run
 from tests.support.browser import open_browser
 from tests.support.deployed import Deployed, flow_process
 from tests.support.flow_runs import Workplace, final_weights, trained, wait_until
+from tests.support.viewed_run import write_viewed_run
 
 pytestmark = pytest.mark.slow
 
@@ -289,6 +293,11 @@ def test_no_page_of_mlflow_asks_an_address_outside_or_renders_what_a_model_wrote
     tracker.log_params({"reward": {"options": {"text": HOSTILE}}})
     tracker.set_tags({"said": HOSTILE})
     tracker.log_metrics({"reward/mean": 0.5}, 0)
+    folder = write_viewed_run(str(tmp_path / "runs"), said=(HOSTILE, HOSTILE, HOSTILE))
+    traces = rollout_traces(IterationFiles(folder, 0), 16)
+    tracker.log_traces(traces, 1, {trace.sample: HOSTILE for trace in traces})
+    hostile = next(trace for trace in traces if HOST in str(trace.outputs["response"]))
+    shown = trace_id(tracker.run_id, hostile.sample)
     try:
         address = ensure_mlflow(store, login)
         runs = f"{address}/#/experiments/{tracker.experiment_id}/runs"
@@ -297,6 +306,8 @@ def test_no_page_of_mlflow_asks_an_address_outside_or_renders_what_a_model_wrote
             (runs, "hostile-run"),
             (f"{runs}/{tracker.run_id}", HOST),
             (tracker.url(), "reward"),
+            (f"{runs}/{tracker.run_id}/traces", HOST),
+            (f"{runs.removesuffix('runs')}traces?selectedEvaluationId={shown}", HOST),
         ]
         with heard(login) as (page, asked):
             for url, text in pages:
@@ -304,5 +315,13 @@ def test_no_page_of_mlflow_asks_an_address_outside_or_renders_what_a_model_wrote
                 page.get_by_text(text).first.wait_for(state="attached")
                 page.wait_for_timeout(GRACE_MS)
                 check_page(page, asked, url)
+            # of the trace that is shown: the other spans, and all attributes
+            for name in ("turn", "reward"):
+                page.get_by_text(name, exact=True).first.click()
+                page.wait_for_timeout(GRACE_MS)
+                check_page(page, asked, f"{name} of {url}")
+            page.get_by_text("Attributes", exact=True).first.click()
+            page.wait_for_timeout(GRACE_MS)
+            check_page(page, asked, f"attributes of {url}")
     finally:
         stop_mlflow()

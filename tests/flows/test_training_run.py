@@ -125,6 +125,11 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
         3,
     ]
     assert "curves.png" in [file.path for file in client.list_artifacts(run.info.run_id)]
+    traces = client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)
+    first = [trace for trace in traces if trace.info.tags["millrace.iteration"] == "1"]
+    assert len(first) == 16
+    assert {span.name for trace in first for span in trace.data.spans} >= {"turn", "reward"}
+    assert all(trace.info.tags["millrace.view"].startswith("millrace view a ") for trace in first)
 
 
 def test_one_iteration_has_traces_of_ranks_and_engines(whole: Path) -> None:

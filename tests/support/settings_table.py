@@ -201,7 +201,7 @@ ROWS: dict[str, Row] = {
     **_any_start("core/periodic.py", "evaluation.every"),
     **_any_start("core/config/run_config.py", "checkpoint.background", "evaluation.background"),
     **_any_start("tasks/runtime/tracking.py", *_under("tracking", "trackers uri system_metrics")),
-    **_any_start("tasks/reporting/report.py", "tracking.samples"),
+    **_any_start("tasks/reporting/report.py", "tracking.samples", "tracking.rollout_traces"),
     **_any_start("tasks/context.py", "tracking.trace"),
 }
 TRAINED = {path for path, row in ROWS.items() if row.proof == TRAINED_WITH}

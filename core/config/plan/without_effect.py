@@ -113,7 +113,9 @@ IDLE: tuple[IdleFields | IdleOfItem, ...] = (
         HELD_OUT,
         "reward sampling samples_per_prompt correct_from",
     ),
-    IdleFields("algorithm.loss=sft has no samples to show", _supervised, "tracking.samples"),
+    IdleFields(
+        "algorithm.loss=sft has no samples to show", _supervised, "tracking.samples tracking.rollout_traces"
+    ),
     IdleOfItem(
         "loss_on trains what the dialogue itself holds",
         lambda config, source: _supervised(config) and source.loss_on != "answer",
@@ -265,7 +267,7 @@ IDLE: tuple[IdleFields | IdleOfItem, ...] = (
     IdleFields(
         "mlflow is not among tracking.trackers",
         lambda config: "mlflow" not in config.tracking.trackers,
-        "tracking.system_metrics",
+        "tracking.system_metrics tracking.rollout_traces",
     ),
     IdleFields("tracking.trackers is empty", lambda config: not config.tracking.trackers, "run.experiment"),
     IdleFields(
