@@ -89,7 +89,7 @@ class StubRun:
         step = {"version": index + 1, "steps": [made]}
         files["train_step"] = [store.write_json("step.json", step).record()]
         for task, named in files.items():
-            self._keep(store, index, task, {"files": named, **(step if task == "train_step" else {})})
+            self.keep(store, index, task, {"files": named, **(step if task == "train_step" else {})})
         metrics = {f"train/figure_{number}": index * FIGURE + number for number in range(METRICS)}
         metrics |= {"reward/mean": 1 - 1 / (index + 2), "train/loss": 1 / (index + 1)}
         manifest = self.folder.commit_manifest(
@@ -102,10 +102,11 @@ class StubRun:
             "run": self._run_id,
             "manifest": manifest.sha256,
         }
-        self._keep(store, index, "publish", published)
+        self.keep(store, index, "publish", published)
         self.curves.add(metrics, index + 1)
 
-    def _keep(self, store: Store, index: int, task: str, record: dict[str, Any]) -> None:
+    def keep(self, store: Store, index: int, task: str, record: dict[str, Any]) -> None:
+        """Write the record of a task."""
         place = f"{self.folder.iteration_path(index)}/{record_path(task)}"
         store.write_sealed(record_path(task), {"result": json.dumps(record)}, place, self._run_id)
 

@@ -29,6 +29,8 @@ import psutil
 import pyarrow as pa
 
 from benchmarks.stored_iterations import StubRun
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import write_part
 from millrace.connectors.storage.store import Store
@@ -41,7 +43,7 @@ RUN, BUCKET = "large", "bucket"
 OF_GROUP = 8  # samples
 PIECE = 500  # samples of a row group of the batch, and of a part
 DROPPED = 5  # of five groups, one
-More = Callable[[Store, Sequence[str]], list[Any]]
+More = Callable[[Store, Sequence[str]], list[FileEntry]]
 
 
 def main() -> None:
@@ -160,15 +162,22 @@ def write(root: str, samples: int, tokens: int, more: More | None = None) -> Non
         store.write_pieces("batch.parquet", lambda: (texts.batch(some) for some in pieces(kept)), "batch"),
         store.write_json("step.json", {"version": 1, "steps": [{"version": 1, "loss": 0.5}]}),
     ]
+    landed: list[FileEntry] = []
     for some in pieces(groups):
-        entries += parts(store, texts, some)
-        entries += more(store, some) if more else []
+        landed += parts(store, texts, some)
+        landed += more(store, some) if more else []
+    # a manifest names parts by their paths, the records of tasks as they landed
+    entries += sorted(landed, key=lambda entry: entry.path)
+    for task, kind in (("rollout", "rollouts"), ("reward", "rewards")):
+        files = [entry.record() for entry in landed if entry.path.startswith(kind)]
+        run.keep(store, 0, task, {"files": files})
+        entries.append(store.entry(record_path(task)))
     figures = {"reward/mean": 0.5, "train/version": 1.0, "tokens/generated": float(samples * tokens)}
     manifest = Manifest(iteration=0, files=entries, tasks={"trained_version": 1, "metrics": figures})
     run.folder.commit_manifest(0, manifest)
 
 
-def parts(store: Store, texts: Texts, groups: Sequence[str]) -> list[Any]:
+def parts(store: Store, texts: Texts, groups: Sequence[str]) -> list[FileEntry]:
     """The parts of some groups' samples."""
     return [
         write_part(store, "rollouts", texts.rollouts(groups), "rollouts"),

@@ -206,7 +206,7 @@ class RolloutTracer:
     def close(self) -> None:
         """Wait a while until the newest are stored."""
         if self._thread:
-            self._thread.join(TRACED_S)
+            self._thread.join(timeout=TRACED_S)
 
     def _store(self, read: Callable[[], list[RolloutTrace]], iteration: int, view: str) -> None:
         worked = time.thread_time()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 
 from benchmarks import viewer as large
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
 from millrace.core.contracts.ids import group_id, sample_id
 from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
+from millrace.flows.viewer import samples
 from millrace.flows.viewer.answers import ANSWERS, Viewer, as_json
 from millrace.flows.viewer.tokens import texts_of
 from tests.support.s3_server import BUCKET, s3_server
@@ -138,6 +142,51 @@ def test_a_large_batch_shows_verdicts_first_and_its_samples_whole(
     assert [each["kept"] for each in first["groups"]] == [each["kept"] for each in whole["groups"]]
     assert first["points"] == []
     assert of_first == of_whole
+
+
+def test_a_dropped_group_is_read_from_the_parts_that_landed_about_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts were read for it: hundreds, each from an object store."""
+    large.write(str(tmp_path), samples=4000, tokens=3)
+    for name, value in {"index.LARGE": 0, "samples.FEW": 1}.items():
+        monkeypatch.setattr(f"millrace.flows.viewer.{name}", value)
+    monkeypatch.setattr(samples, "AT_ONCE", dict.fromkeys(samples.AT_ONCE, 1))
+    viewer = Viewer(str(tmp_path), large.RUN)
+    viewer.ask(large.RUN, "iteration", {"iteration": "1"})
+    read: set[str] = set()
+    ranges = Store.ranges
+
+    def heard(self: Store, wanted: Sequence[tuple[str, int, int]]) -> Any:
+        read.update(path for path, _, _ in wanted)
+        return ranges(self, wanted)
+
+    monkeypatch.setattr(Store, "ranges", heard)
+    lost = group_id(large.RUN, 0, "p245", 245)  # of 8 parts of 500 samples it lies in the fourth
+    found = viewer.ask(large.RUN, "group", {"iteration": "1", "group": lost})
+    assert {answer.figures["verdict"] for answer in found.answers} == {"dropped"}
+    assert read == {large_part(viewer, "rollout", 3), large_part(viewer, "reward", 3)}
+
+
+def large_part(viewer: Viewer, task: str, number: int) -> str:
+    record = viewer.of(large.RUN).run.iteration(0).files.record(task)
+    assert record is not None
+    return str(record["files"][number]["path"])
+
+
+def test_a_page_and_a_sample_load_no_library_of_tables_beside_arrow(tmp_path: Path) -> None:
+    """pandas took half of the time of a first sample."""
+    write_viewed_run(str(tmp_path))
+    code = (
+        "import sys; from millrace.flows.viewer.answers import Viewer\n"
+        "viewer = Viewer(sys.argv[1], sys.argv[2])\n"
+        "viewer.ask(sys.argv[2], 'iteration', {'iteration': '2'})\n"
+        "for what in ('sample', 'lineage', 'tokens', 'turns'):\n"
+        "    viewer.ask(sys.argv[2], what, {'iteration': '2', 'sample': sys.argv[3]})\n"
+        "print('pandas' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), NAME, KEPT]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_figures_stand_at_their_tokens(viewer: Viewer) -> None:
