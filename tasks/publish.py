@@ -195,6 +195,8 @@ def _count(ctx: IterationContext) -> _BatchFigures:
         **reuse_metrics(records["sample_prompts"], ctx.config.rollout.prompts),
         "rollout/tokens_per_second": generated / rollout_s if rollout_s else 0.0,
         "rollout/in_flight_limit": records["rollout"].get("in_flight_limit"),
+        "rollout/kv_used_max": records["rollout"].get("kv_used"),
+        "rollout/queue_max": records["rollout"].get("queue"),
         "staleness/mean": staleness_metrics(rollouts, ctx.version_before).get("staleness/mean", 0.0),
     }
     return _BatchFigures(metrics, account, _without_advantage(batch.column("advantage")))

@@ -97,6 +97,8 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
     }
     if generator.in_flight_limit is not None:
         record["in_flight_limit"] = generator.in_flight_limit
+    if pressure := generator.take_pressure():
+        record["kv_used"], record["queue"] = pressure.used, pressure.queue
     return record
 
 

@@ -72,6 +72,8 @@ class RolloutRecord(TypedDict):
     engines_s: float  # until the engines served this iteration's weights
     # with rollout.admission=kv: samples that might be in flight at the end
     in_flight_limit: NotRequired[int]
+    kv_used: NotRequired[float]  # largest share of an engine's KV cache that requests held
+    queue: NotRequired[int]  # most requests that waited in an engine
     files: list[FileRecord]  # all parts
 
 

@@ -12,13 +12,14 @@ import typer
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import StorageError
 from millrace.core.plain_text import printable
+from millrace.flows.commands.show import SPEED
 from millrace.flows.commands.terminal import RootOption, console, guarded
 from millrace.flows.viewer.answers import OpenRun
 from millrace.flows.viewer.overview import Overview, overview
 from millrace.flows.viewer.samples import SampleView
 
 CLEAR = "\x1b[H\x1b[2J"  # the terminal's own: no text that is stored is written with it
-SHOWN = ("reward", "length", "loss", "grad_norm", "gap", "staleness", "tokens/s")
+SHOWN = ("reward", "length", "loss", "grad_norm", "gap", "staleness", "tokens/s", *SPEED, "KV use", "queue")
 ANSWERS = 3  # newest ones
 LONGEST = 300  # characters of an answer
 

@@ -31,6 +31,8 @@ CURVES = {
     "staleness": "staleness/mean",
     "tokens/s": "rollout/tokens_per_second",
     **SPEED,
+    "KV use": "rollout/kv_used_max",
+    "queue": "rollout/queue_max",
     "dropped": "filter/groups_dropped",
     "zero variance": "filter/zero_variance_share",
     "seconds": "time/iteration_s",

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.connectors.engines.dispatcher import Dispatcher
@@ -23,12 +24,24 @@ log = logging.getLogger(__name__)
 EVERY_S = 0.5
 
 
+@dataclass(frozen=True)
+class CachePressure:
+    """used: largest share of an engine's KV cache that requests held. queue: most requests that waited in an engine."""
+
+    used: float
+    queue: int
+
+
 class Places(Protocol):
     """Places for samples in flight."""
 
     @property
     def found(self) -> int | None:
         """How many there are, if the engines' caches decide that."""
+        ...
+
+    def take_pressure(self) -> CachePressure | None:
+        """What the engines' caches reached since the last call; None if they were not read."""
         ...
 
     def place(self, priority: int | None) -> AbstractAsyncContextManager[object]:
@@ -51,6 +64,10 @@ class FixedPlaces:
         """None: the configuration decides."""
         return None
 
+    def take_pressure(self) -> CachePressure | None:
+        """None: no cache is read."""
+        return None
+
     def place(self, priority: int | None) -> AbstractAsyncContextManager[object]:
         """A context with a place."""
         return self._places
@@ -67,6 +84,7 @@ class KvPlaces:
         self.state = Admission(bound, longest, part)
         self.in_flight = 0
         self._every_s = every_s
+        self._pressure: CachePressure | None = None  # since it was taken
         self._ended = 0  # since the last reading
         self._order = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap by priority, then by order
@@ -78,6 +96,11 @@ class KvPlaces:
     def found(self) -> int | None:
         """The limit now."""
         return self.state.limit
+
+    def take_pressure(self) -> CachePressure | None:
+        """What the engines' caches reached since the last call; None without a reading."""
+        found, self._pressure = self._pressure, None
+        return found
 
     @contextlib.asynccontextmanager
     async def place(self, priority: int | None) -> AsyncIterator[None]:
@@ -129,6 +152,10 @@ class KvPlaces:
             if isinstance(reading, BaseException) and not isinstance(reading, EngineLostError):
                 raise reading
         loads = [reading for reading in readings if not isinstance(reading, BaseException)]
+        seen = [CachePressure(load.used, load.waiting) for load in loads]
+        seen += [self._pressure] if self._pressure else []
+        if seen:
+            self._pressure = CachePressure(max(each.used for each in seen), max(each.queue for each in seen))
         ended, self._ended = self._ended, 0
         before = self.state.limit
         self.state = self.state.after(loads, self.in_flight, ended, bool(self._waiting))

@@ -22,7 +22,7 @@ from millrace.core.contracts.images import SentImages
 from millrace.core.contracts.sample import Status
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.core.families.routed_experts import RoutingFormat
-from millrace.tasks.generation.admission import Places, places_of
+from millrace.tasks.generation.admission import CachePressure, Places, places_of
 from millrace.tasks.generation.failures import FailureBudget
 
 NEVER = -1e9  # a token's bias with which its probability is 0
@@ -105,6 +105,10 @@ class SampleGenerator:
     def in_flight_limit(self) -> int | None:
         """How many samples may be in flight now; None if the configuration decides that."""
         return self._places.found
+
+    def take_pressure(self) -> CachePressure | None:
+        """What the engines' KV caches reached since the last call; None if they were not read."""
+        return self._places.take_pressure()
 
     async def generate(
         self,

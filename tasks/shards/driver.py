@@ -104,6 +104,10 @@ class ShardedIteration(Attempts):
         limits = [each["in_flight_limit"] for each in records if "in_flight_limit" in each]
         if limits:
             record["in_flight_limit"] = sum(limits)
+        read = [each for each in records if "kv_used" in each and "queue" in each]
+        if read:
+            record["kv_used"] = max(each["kv_used"] for each in read)
+            record["queue"] = max(each["queue"] for each in read)
         return record
 
     async def reward(self) -> RewardRecord:

@@ -864,6 +864,7 @@ ONLY_MEASURED = {
     r"train/(scoring_)?tokens_per_second": "by the clock of the trainer's ranks",
     r"train/mfu": "by the same clock",
     r"train/scored_tokens": "no file says which passes a step makes",
+    r"rollout/(kv_used|queue)_max": "what engines said of themselves",
     r"rollout/in_flight_limit": "it follows from what engines said of their caches",
     r"gpu/busy_share": "of the GPUs' own counters",
     r"train/(critic_)?grad_norm": "no file holds gradients",

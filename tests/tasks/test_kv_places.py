@@ -14,7 +14,7 @@ from millrace.core.admission import EngineLoad
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.core.sharding import WHOLE, Share
-from millrace.tasks.generation.admission import FixedPlaces, KvPlaces, places_of
+from millrace.tasks.generation.admission import CachePressure, FixedPlaces, KvPlaces, places_of
 from millrace.tasks.generation.failures import FailureBudget
 from millrace.tasks.generation.single_samples import SampleGenerator
 from tests.support.engine_process import embedded_engine, peaked_model
@@ -94,6 +94,18 @@ async def test_readings_go_on_after_a_time_without_samples_in_flight() -> None:
     async with places.place(None):
         await asyncio.sleep(0.05)
     assert 1 in read
+
+
+async def test_the_pressure_on_caches_is_the_largest_since_it_was_taken() -> None:
+    places = KvPlaces(100, 100)
+    assert places.take_pressure() is None
+    full, idle = EngineLoad(0.9, 400, 3, 2), EngineLoad(0.25, 400, 1, 5)
+    engines = Loaded(full, idle)
+    for _ in range(2):
+        await places.watch(engines)
+    assert places.take_pressure() == CachePressure(used=0.9, queue=5)
+    assert places.take_pressure() is None
+    assert FixedPlaces(3).take_pressure() is None
 
 
 async def test_engines_that_serve_no_version_of_an_evaluation_are_read_on() -> None:

@@ -26,6 +26,7 @@ def test_a_look_says_where_a_run_is(tmp_path: Path) -> None:
     assert "iteration 2: reward 0.75" in said
     assert "rollout 8.0 s" in said
     assert "1 by zero variance" in said
+    assert "staleness 0.5, KV use 0.83, queue 4" in said
     assert "iteration 3: open, waits for scores; 3 of 3 answers, 1 scored" in said
     assert "assistant: <b>6</b>" in said
 

@@ -16,6 +16,7 @@ import uvicorn
 from millrace.flows.viewer.answers import Viewer
 from millrace.flows.viewer.app import PAGE, application, opened
 from millrace.flows.viewer.export import exported
+from tests.support import view_pictures
 from tests.support.attacks import ATTACKS
 from tests.support.browser import open_page, running_browser
 from tests.support.viewed_run import NAME, write_viewed_run
@@ -347,3 +348,12 @@ def test_a_page_that_follows_shows_what_is_committed_since(chromium: Any, tmp_pa
         finally:
             server.should_exit = True
             thread.join()
+
+
+def test_the_pictures_of_the_docs_are_of_every_view_and_small(tmp_path: Path) -> None:
+    write_viewed_run(str(tmp_path))
+    view_pictures.main([str(tmp_path), "seen", str(tmp_path / "p"), "--at", "2"])
+    found = {path.stem: path.read_bytes() for path in tmp_path.glob("p_*.png")}
+    assert set(found) == {f"p_{view}" for view in view_pictures.VIEWS}
+    assert len(set(found.values())) == len(found)
+    assert all(len(data) < view_pictures.MOST for data in found.values())
