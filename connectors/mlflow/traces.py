@@ -1,4 +1,4 @@
-"""Rollouts as MLflow traces: a call that stores the spans of all, and one that links them to the run.
+"""Rollouts as MLflow traces: one call stores the spans of all, another links them to the run.
 
 Owns their form, and ids that are the same whenever a rollout is stored again, so that it replaces itself. A text is an item of a list:
 MLflow's page shows a list as JSON, and a text alone as Markdown.

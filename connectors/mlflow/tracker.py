@@ -198,7 +198,7 @@ class MlflowTracker:
 
     @_taken
     def log_traces(self, traces: Sequence[RolloutTrace], iteration: int, views: Mapping[str, str]) -> None:
-        """Store rollouts of an iteration as traces of the run; one that was stored before replaces itself.
+        """Store rollouts of an iteration as traces of the run; a rollout that was stored before replaces itself.
 
         views: how the page of each in `millrace view` is reached, by its sample.
         """

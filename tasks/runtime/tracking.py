@@ -193,13 +193,13 @@ class RolloutTracer:
         self._thread: threading.Thread | None = None
         self._due = -math.inf  # monotonic time before which nothing is given
 
-    def give(self, read: Callable[[], list[RolloutTrace]], iteration: int, view: str) -> None:
-        """Give an iteration's rollouts, unless earlier ones are under way or that would be too soon after them."""
+    def give(self, read: Callable[[], list[RolloutTrace]], number: int, view: str) -> None:
+        """Give an iteration's rollouts, its number from 1, unless earlier ones are under way or that would be too soon after them."""
         if (self._thread and self._thread.is_alive()) or time.monotonic() < self._due:
             return
         # a daemon: the end of the process does not wait for a server that does not answer
         self._thread = threading.Thread(
-            target=self._store, args=(read, iteration, view), name="rollout-traces", daemon=True
+            target=self._store, args=(read, number, view), name="rollout-traces", daemon=True
         )
         self._thread.start()
 
@@ -208,14 +208,14 @@ class RolloutTracer:
         if self._thread:
             self._thread.join(timeout=TRACED_S)
 
-    def _store(self, read: Callable[[], list[RolloutTrace]], iteration: int, view: str) -> None:
+    def _store(self, read: Callable[[], list[RolloutTrace]], number: int, view: str) -> None:
         worked = time.thread_time()
         try:
             traces = read()
             views = {trace.sample: f"{view}/{trace.group}/{trace.sample}" for trace in traces}
-            self._mlflow.log_traces(traces, iteration, views)
+            self._mlflow.log_traces(traces, number, views)
         except (StorageError, TrackerError, OSError) as error:
-            log.warning("the rollouts of iteration %d are in no trace: %s. The run goes on", iteration, error)
+            log.warning("the rollouts of iteration %d are in no trace: %s. The run goes on", number, error)
         self._due = time.monotonic() + (time.thread_time() - worked) / TRACED_SHARE
 
 
