@@ -535,7 +535,7 @@ def _group_of(table: SampleTable, sample: str) -> str:
 
 
 def _filled(listed: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a sample in a partial table, with those that its rows have."""
+    """The figures of a sample in a partial table, with what its rows have."""
     versions = own.get("policy_versions") or ()
     more = {
         **own,

@@ -121,7 +121,7 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     if most and not config.algorithm.supervised:
         files = IterationFiles(runtime.run_folder, ctx.index)
         view = f"{view_command(runtime.run_folder)}, at /{config.run.name}/{number}"
-        runtime.tracking.log_traces(lambda: rollout_traces(files, most), number, view)
+        runtime.tracking.log_traces(lambda: rollout_traces(files, most), ctx.index, view)
 
 
 def _shows_curves(ctx: IterationContext) -> bool:

@@ -255,7 +255,7 @@ def _said(stored: str) -> str:
 
 
 def shown_part(text: str | None) -> str | None:
-    """At most LONGEST characters of a text, each one that UTF-8 can hold, without secrets."""
+    """At most LONGEST characters of a text, as UTF-8 can hold them, without secrets."""
     if text is None:
         return None
     # a secret at the end may be cut in two: it is looked for in more than what is shown
@@ -264,5 +264,5 @@ def shown_part(text: str | None) -> str | None:
 
 
 def _figure(value: float | None) -> float | str | None:
-    """A number; one that JSON cannot hold as its text."""
+    """A number, as text if JSON cannot hold it."""
     return value if value is None or math.isfinite(value) else str(value)

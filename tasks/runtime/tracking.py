@@ -16,6 +16,7 @@ from millrace.connectors.tensorboard.tracker import TensorboardTracker
 from millrace.connectors.wandb.tracker import WandbTracker
 from millrace.core.config import RunConfig
 from millrace.core.config.tracking import TrackerName
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import StorageError, TrackerError
 from millrace.core.tracker import RolloutTrace, Tracker
@@ -91,7 +92,7 @@ class Trackers:
             self._pictured_at = time.monotonic()
         return asyncio.to_thread(self._each, partial(_log, metrics, step, picture))
 
-    def log_traces(self, read: Callable[[], list[RolloutTrace]], iteration: int, view: str) -> None:
+    def log_traces(self, read: Callable[[], list[RolloutTrace]], index: int, view: str) -> None:
         """Give some rollouts of an iteration to MLflow, as traces. Returns at once; `read` is called in another thread.
 
         view: how the iteration's page in `millrace view` is reached.
@@ -99,7 +100,7 @@ class Trackers:
         if self._traces is None and self.mlflow:
             self._traces = RolloutTracer(self.mlflow)
         if self._traces:
-            self._traces.give(read, iteration, view)
+            self._traces.give(read, index, view)
 
     def describe(self, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Keep configuration and tags in every tracker."""
@@ -193,13 +194,13 @@ class RolloutTracer:
         self._thread: threading.Thread | None = None
         self._due = -math.inf  # monotonic time before which nothing is given
 
-    def give(self, read: Callable[[], list[RolloutTrace]], number: int, view: str) -> None:
-        """Give an iteration's rollouts, its number from 1, unless earlier ones are under way or that would be too soon after them."""
+    def give(self, read: Callable[[], list[RolloutTrace]], index: int, view: str) -> None:
+        """Give an iteration's rollouts, unless earlier ones are under way or that would be too soon after them."""
         if (self._thread and self._thread.is_alive()) or time.monotonic() < self._due:
             return
         # a daemon: the end of the process does not wait for a server that does not answer
         self._thread = threading.Thread(
-            target=self._store, args=(read, number, view), name="rollout-traces", daemon=True
+            target=self._store, args=(read, index, view), name="rollout-traces", daemon=True
         )
         self._thread.start()
 
@@ -208,14 +209,15 @@ class RolloutTracer:
         if self._thread:
             self._thread.join(timeout=TRACED_S)
 
-    def _store(self, read: Callable[[], list[RolloutTrace]], number: int, view: str) -> None:
+    def _store(self, read: Callable[[], list[RolloutTrace]], index: int, view: str) -> None:
         worked = time.thread_time()
         try:
             traces = read()
             views = {trace.sample: f"{view}/{trace.group}/{trace.sample}" for trace in traces}
-            self._mlflow.log_traces(traces, number, views)
+            self._mlflow.log_traces(traces, iteration_number(index), views)
         except (StorageError, TrackerError, OSError) as error:
-            log.warning("the rollouts of iteration %d are in no trace: %s. The run goes on", number, error)
+            said = "the rollouts of iteration %d are in no trace: %s. The run goes on"
+            log.warning(said, iteration_number(index), error)
         self._due = time.monotonic() + (time.thread_time() - worked) / TRACED_SHARE
 
 
