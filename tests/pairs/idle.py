@@ -8,7 +8,7 @@ def _each(why: str, names: str) -> dict[str, str]:
 
 
 ENGINES = "lora_by_name two_engines router broadcast prompt_gap weights_by_url external"
-SAMPLING = "flush stops top_p oversample"
+SAMPLING = "flush stops top_p oversample admission"
 SCORING = "zero_variance group_filter group_reward named_rewards remote_limits levels pools"
 LEARNING = (
     "critic returns teacher kl kl_in_reward reference entropy gspo own_loss whiten icepop sequence_masks sampler_ratio constant "
@@ -29,7 +29,7 @@ IDLE: dict[str, dict[str, str]] = {
         **_each("no trainer starts", f"{LEARNING} {STEPS} lora_by_name"),
         **_each("no weights are sent", "broadcast weights_by_url"),
     },
-    "rollouts_from": _each("no engine starts", f"oversample {ENGINES}"),
+    "rollouts_from": _each("no engine starts", f"oversample admission {ENGINES}"),
     "own_loss": _each("a loss of the user's own weighs what it likes", "icepop sequence_masks"),
 }
 """By mode: what does nothing in it, and why."""
