@@ -30,6 +30,7 @@ IDLE: dict[str, dict[str, str]] = {
         **_each("no weights are sent", "broadcast weights_by_url"),
     },
     "rollouts_from": _each("no engine starts", f"oversample admission {ENGINES}"),
+    "broadcast": _each("weights pass the folder by, which a replay uses", "weights_by_url"),
     "own_loss": _each("a loss of the user's own weighs what it likes", "icepop sequence_masks"),
 }
 """By mode: what does nothing in it, and why."""
