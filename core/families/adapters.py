@@ -5,6 +5,7 @@ An adapter of a matrix W [out, in] is a pair A [rank, in] and B [out, rank]: the
 """
 
 import functools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,4 +90,5 @@ def parameters_of(matrix: Matrix, rank: int, tensor_parallel: int = 1) -> int:
 
 def holds_adapters(folder: Path) -> bool:
     """Whether it is a PEFT folder: adapters without the model that they belong to."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+    # False for a folder that may not be searched, which its readers name
+    return os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / "config.json")

@@ -131,7 +131,7 @@ class BigramRank:
     def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
         self._check(version)
         found = []
-        for tokens, mask in samples:
+        for tokens, mask, _ in samples:
             logprobs = self._logprobs(np.array(tokens[-len(mask) - 1 : -1]))
             chosen = logprobs[np.arange(len(mask)), tokens[-len(mask) :]]
             found.append(-float(chosen @ np.array(mask)))

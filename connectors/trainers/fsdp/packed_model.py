@@ -181,7 +181,7 @@ def _unread(folder: str, attention: str, types: Mapping[str, torch.dtype]) -> An
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with no_init_weights():
         inner: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     inner.tie_weights()

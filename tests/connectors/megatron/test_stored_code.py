@@ -249,10 +249,10 @@ READS = {
     ("connectors/trainers/megatron/conversion/stored_weights.py", "torch.load"): "weights_only",
     ("connectors/trainers/megatron/torch_dist.py", "dist_checkpointing.load"): "read as data",
     ("connectors/engines/embedded/weight_routes.py", "load_safetensors"): "safetensors",
-    ("connectors/engines/embedded/adapters.py", "load_file"): "safetensors",
     ("connectors/engines/embedded/by_transformers.py", "load_file"): "safetensors",
     ("core/families/folder_tensors.py", "safe_open"): "safetensors",
-    ("connectors/trainers/adapters.py", "load_file"): "safetensors",
+    ("core/families/peft_folder.py", "safe_open"): "safetensors",
+    ("core/families/weight_files.py", "safe_open"): "safetensors",
     ("flows/commands/replay.py", "load_file"): "safetensors",
     ("core/config/reading/yaml_text.py", "yaml.load"): "a SafeLoader",
 }
@@ -310,7 +310,7 @@ def test_every_tokenizer_and_model_of_a_folder_is_loaded_without_the_folders_cod
         and ast.unparse(node.func).endswith(".from_pretrained")
         and ast.unparse(node.func).startswith("Auto")
     ]
-    assert len(calls) == 8
+    assert len(calls) == 9
     for name, call in calls:
         given = {word.arg: ast.unparse(word.value) for word in call.keywords}
         assert given.get("trust_remote_code") == "False" or "gguf_file" in given, name
