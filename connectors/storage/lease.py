@@ -17,7 +17,6 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -111,9 +110,16 @@ class PassedLease:
         if not self._store.local:
             yield True
             return
-        lock = local.shared_or_alone(Path(self._store.root) / LOCK, alone=alone, patience_s=LOCK_PATIENCE_S)
+        path = Path(self._store.root) / LOCK
         with contextlib.ExitStack() as held:
-            yield retried("write", self._store.url_of(LOCK), partial(held.enter_context, lock))
+
+            def hold() -> bool:
+                held.close()  # of a try that failed after it had the lock
+                return held.enter_context(
+                    local.shared_or_alone(path, alone=alone, patience_s=LOCK_PATIENCE_S)
+                )
+
+            yield retried("write", self._store.url_of(LOCK), hold)
 
     def _lost(self, holder: _Claim | None) -> NoReturn:
         raise LeaseHeldError(

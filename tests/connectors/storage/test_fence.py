@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from prefect.results import ResultStore
 
+from millrace.connectors.host import local_files
 from millrace.connectors.prefect.record_storage import RecordStorage
+from millrace.connectors.storage import faults
 from millrace.connectors.storage import lease as leases
 from millrace.connectors.storage.files import move_file
 from millrace.connectors.storage.lease import Lease, PassedLease, take_over
@@ -133,6 +138,38 @@ async def test_a_record_of_a_driver_that_lost_its_lease_is_refused(tmp_path: Pat
     with pytest.raises(LeaseHeldError):
         await storage.write_path("a/iterations/000000/results/reward.json", b"{}")
     assert not (tmp_path / "a/iterations/000000/results/reward.json").exists()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_lock_that_storage_fails_to_give_once_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Also if it was had already when its try failed."""
+    own = Lease.take(Store(str(tmp_path)))
+    hold, tries = local_files.shared_or_alone, []
+
+    @contextlib.contextmanager
+    def failing(*given: Any, **options: Any) -> Iterator[bool]:
+        tries.append(given)
+        fails = len(tries) == 1
+        if fails and not late:
+            raise OSError(errno.EIO, "injected")
+        with hold(*given, **options) as locked:
+            yield locked
+
+    def once(verb: str, call: Callable[[], Any]) -> Callable[[], Any]:
+        def faulty() -> Any:
+            result = call()
+            if late and verb == "write" and len(tries) == 1:
+                raise OSError(errno.EIO, "injected")
+            return result
+
+        return faulty
+
+    monkeypatch.setattr(local_files, "shared_or_alone", failing)
+    monkeypatch.setattr(faults, "injected", once)
+    with own.writing():
+        assert len(tries) == 2
 
 
 def test_on_a_disk_no_other_takes_the_lease_amid_a_write(
