@@ -5,15 +5,13 @@ over ranks is the trainer's. Knows no form of files: `core.families.peft_folder`
 """
 
 import hashlib
-import json
 import math
 import os
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,12 +22,11 @@ from millrace.core.errors import ConfigError
 from millrace.core.families.adapters import CONFIG, WEIGHTS, Matrix, target_modules, targeted
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.peft_folder import read_config, stored_pairs, tensor_names
-from millrace.core.families.tensors import NAMES
+from millrace.core.families.tensors import STORED
+from millrace.core.families.weight_files import file_start
 from millrace.core.plain_text import json_text
 
 SEED_BYTES = 7
-STORED = {getattr(torch, name): stored for stored, name in NAMES.items()}  # types as safetensors calls them
-HEADER, ALIGNED = 8, 8  # bytes: of the header's length, and what the length of a header is a multiple of
 WRITERS, CHUNK = 4, 2**24  # to shared memory, one thread writes slower than it could be read
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 """A [rank, in] and B [out, rank] of each matrix, by its name."""
@@ -99,26 +96,20 @@ def write_peft(folder: Path, pairs: FlatPairs, lora: Lora, arch: Architecture, b
 
 def _write_tensors(file: Path, pairs: FlatPairs) -> None:
     """Write a safetensors file: its header, and the values in large pieces, several at once."""
-    dtype, size = pairs.values.dtype, pairs.values.itemsize
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in pairs.tensors:
-        start, end = end, end + size * math.prod(shape)
-        entries[name] = {"dtype": STORED[dtype], "shape": shape, "data_offsets": (start, end)}
-    assert end == size * pairs.values.numel(), "the shapes are those of the values"
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % ALIGNED)
-    start, values = len(header) + HEADER, pairs.values.view(torch.uint8).numpy().data
+    size, stored = pairs.values.itemsize, STORED[str(pairs.values.dtype).removeprefix("torch.")]
+    sized = [(name, stored, shape, size * math.prod(shape)) for name, shape in pairs.tensors]
+    assert sum(each for *_, each in sized) == pairs.values.nbytes, "the shapes are those of the values"
+    first, values = file_start(sized), pairs.values.view(torch.uint8).numpy().data
     with file.open("wb", buffering=0) as stream, ThreadPoolExecutor(WRITERS) as pool:
-        stream.write(struct.pack("<Q", len(header)) + header)
+        stream.write(first)
 
         def write(at: int) -> None:
             left = values[at : at + CHUNK]
             while left:
-                written = os.pwrite(stream.fileno(), left, start + at)
+                written = os.pwrite(stream.fileno(), left, len(first) + at)
                 at, left = at + written, left[written:]
 
-        for _ in pool.map(write, range(0, end, CHUNK)):
+        for _ in pool.map(write, range(0, len(values), CHUNK)):
             pass
 
 

@@ -26,6 +26,7 @@ from millrace.core.families.weight_files import INDEX, ONLY_FILE
 
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of the readable types
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+STORED = {name: stored for stored, name in NAMES.items()}
 LEFT_OVER = re.compile(
     r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq"
 )  # computed from rope_theta

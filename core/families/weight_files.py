@@ -1,12 +1,28 @@
-"""The weight files of a checkpoint folder: their names, and the names of the tensors in them. No torch."""
+"""The weight files of a checkpoint folder: their names, how one starts, and the names of the tensors in them. No torch."""
 
 import json
+import struct
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 INDEX = "model.safetensors.index.json"
 ONLY_FILE = "model.safetensors"
+ALIGNED = 8  # bytes that the length of a header is a multiple of
+
+
+def file_start(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """What stands before the values in a safetensors file: of each tensor its name, stored type, shape and bytes, in the order of the values."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, stored, shape, size in tensors:
+        start, end = end, end + size
+        entries[name] = {"dtype": stored, "shape": shape, "data_offsets": (start, end)}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % ALIGNED)
+    return struct.pack("<Q", len(header)) + header
 
 
 def tensor_names(folder: Path) -> set[str]:

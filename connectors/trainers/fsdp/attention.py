@@ -1,7 +1,7 @@
 """Attention over a pack, as transformers' models call it.
 
-On a GPU in a 16-bit type: `ops.pack_attention`, which is told where samples start. Otherwise transformers' own form over SDPA,
-whose mask it makes of positions that start again. Knows nothing of models.
+`ops.pack_attention` computes 16-bit types on a GPU, and is told the bounds of samples. transformers' own form over SDPA computes
+everything else: it makes a mask of positions that start again. Knows nothing of models.
 """
 
 from collections.abc import Sequence

@@ -33,11 +33,10 @@ MAIN = torch.float32  # of the weights that the optimizer changes, and of their 
 class PackedModel(Module):
     """A causal language model whose loss is computed within its forward pass: FSDP gathers the output layer's weight only there."""
 
-    def __init__(self, inner: Any, tower: Module | None = None, *, unread: bool = False) -> None:
-        """tower: of a model that sees pictures, which is left out of the model itself. unread: whether only rank 0 has the weights."""
+    def __init__(self, inner: Any, tower: Module | None = None) -> None:
+        """tower: of a model that sees pictures, which is left out of the model itself."""
         super().__init__()
         self.inner = inner
-        self.unread = unread
         self.sees = tower is not None
         self._tower = [tower]  # no part of the module: FSDP, optimizer and checkpoints have nothing of it
         self.sight: Sight | None = None
@@ -125,7 +124,7 @@ def read_model(
     if seeing:
         inner.model.visual = None
     # dropout is never used: two passes of one token must agree
-    return PackedModel(inner.eval(), tower, unread=not seeing)
+    return PackedModel(inner.eval(), tower)
 
 
 def _attention(config: RunConfig, device: torch.device) -> str:
@@ -218,7 +217,7 @@ def shard(
     # blocks first: what is left belongs to the root, whose tied weights stay tied
     for unit, parts in list(parts_of_units(model)):
         move(parts, device, main)
-        if model.unread:
+        if not model.sees:  # every rank has read what sees
             _receive(parts)
         if unit is not model and trains and config.trainer.recompute == "full":
             _recompute(unit)

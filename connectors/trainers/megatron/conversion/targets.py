@@ -4,11 +4,9 @@ A file is written as it is read, a parameter at a time. Owns the content of file
 """
 
 import io
-import json
 import math
 import pickle
 import re
-import struct
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,8 +45,8 @@ from millrace.connectors.trainers.megatron.conversion.stored_weights import (
 from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.served_files import ALONE, name_dtype, write_side_files
-from millrace.core.families.tensors import NAMES
-from millrace.core.families.weight_files import INDEX, ONLY_FILE
+from millrace.core.families.tensors import STORED
+from millrace.core.families.weight_files import INDEX, ONLY_FILE, file_start
 from millrace.core.plain_text import json_text
 
 TORCH_DIST = {
@@ -60,7 +58,6 @@ TORCH_DIST = {
 FURTHER_FILE = f"{DESCRIBED}/{ONLY_FILE}"  # tensors that megatron's model does not have
 STATES = "__0_states.distcp"
 STATEFUL = re.compile(r"\.layers\..*\.(linear_\w+|in_proj|out_proj)\.weight$")
-SAFETENSORS = {name: stored for stored, name in NAMES.items()}
 Read = Callable[[Parameter, slice], list[Tensor]]  # a parameter's tensors, or these rows of them
 
 
@@ -102,17 +99,12 @@ class HuggingFaceTarget:
 
     def blocks(self, parameters: Sequence[Parameter], read: Read) -> Iterator[Any]:
         """The bytes of a safetensors file."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for parameter in parameters:
-            dtype = self._dtypes[parameter.name]
-            for name, shape in parameter.shapes.items():
-                start, end = end, end + dtype.itemsize * math.prod(shape)
-                offsets = [start, end]
-                entries[name] = {"dtype": SAFETENSORS[_name(dtype)], "shape": shape, "data_offsets": offsets}
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)
-        yield struct.pack("<Q", len(header)) + header
+        types = ((parameter, self._dtypes[parameter.name]) for parameter in parameters)
+        yield file_start(
+            (name, STORED[_name(dtype)], shape, dtype.itemsize * math.prod(shape))
+            for parameter, dtype in types
+            for name, shape in parameter.shapes.items()
+        )
         for parameter in parameters:
             for rows in parameter.pieces(self._dtypes[parameter.name].itemsize):
                 yield from map(_bytes_of, read(parameter, rows))

@@ -31,13 +31,7 @@ def pairs_of(model: RankModel) -> tuple[dict[str, Pair], float]:
 
 def whole_pair(pair: Pair) -> tuple[Tensor, Tensor]:
     """A [rank, in] and B [out, rank], from the parts of all tensor parallel ranks."""
-    cut = (pair.B if pair.by_rows else pair.A).detach()
-    group = mpu.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return _pair(pair, cut)
-    parts = [torch.empty_like(cut) for _ in range(group.size())]
-    dist.all_gather(parts, cut.contiguous(), group=group)
-    return _pair(pair, torch.cat(parts, pair.axis))
+    return _whole_pairs({pair.matrix.name: pair})[pair.matrix.name]
 
 
 def _pair(pair: Pair, joined: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,10 +74,10 @@ def gathered(model: RankModel) -> FlatPairs | None:
 
 def _whole_pairs(pairs: Mapping[str, Pair]) -> dict[str, tuple[Tensor, Tensor]]:
     """`whole_pair` of many, for which ranks meet once."""
+    cut = [(pair.B if pair.by_rows else pair.A).detach() for pair in pairs.values()]
     group = mpu.get_tensor_model_parallel_group()
     if group.size() == 1:
-        return {name: whole_pair(pair) for name, pair in pairs.items()}
-    cut = [(pair.B if pair.by_rows else pair.A).detach() for pair in pairs.values()]
+        return {name: _pair(pair, part) for (name, pair), part in zip(pairs.items(), cut, strict=True)}
     own = torch.cat([part.reshape(-1) for part in cut])
     of_ranks = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(of_ranks, own, group=group)
