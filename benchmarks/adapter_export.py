@@ -29,7 +29,8 @@ from benchmarks.gpu.shapes import SHAPES, command_line, device_name, model_confi
 from millrace.connectors.engines.embedded.adapters import read_adapter
 from millrace.connectors.host.own_folders import SHARED_MEMORY
 from millrace.connectors.trainers.adapters import write_peft
-from millrace.connectors.trainers.megatron.model.adapters import Adapters, Pair
+from millrace.connectors.trainers.megatron.model.adapters import Adapters
+from millrace.connectors.trainers.megatron.model.pairs import Pair
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
 from millrace.connectors.trainers.megatron.process import cpu_shim, distributed
 from millrace.connectors.trainers.megatron.weights.adapter_tensors import gathered
@@ -102,7 +103,7 @@ def adapters_alone(hf: dict[str, Any], lora: Lora, device: torch.device) -> Rank
         with torch.no_grad():
             for weight in pair.parameters():
                 weight.normal_()
-        pairs.add(pair)
+        pairs.add(matrix.name, pair)
     stage: Any = torch.nn.Module()
     stage.adapters = pairs
     return RankModel([stage])

@@ -19,9 +19,9 @@ from torch.nn import Module, Parameter
 
 from millrace.core.config.trainer import Lora
 from millrace.core.errors import ConfigError
-from millrace.core.families.adapters import CONFIG, WEIGHTS, Matrix, target_modules, targeted
+from millrace.core.families.adapters import CONFIG, WEIGHTS, Matrix, peft_targets, targeted
 from millrace.core.families.architecture import Architecture
-from millrace.core.families.peft_folder import read_config, stored_pairs, tensor_names
+from millrace.core.families.peft_folder import fused_patterns, read_config, stored_pairs, tensor_names
 from millrace.core.families.tensors import STORED
 from millrace.core.families.weight_files import file_start
 from millrace.core.plain_text import json_text
@@ -79,6 +79,7 @@ class FlatPairs:
 def write_peft(folder: Path, pairs: FlatPairs, lora: Lora, arch: Architecture, base: str) -> None:
     """Write a PEFT folder of pairs on the host. base: the folder or name of the model that the adapters belong to."""
     _write_tensors(folder / WEIGHTS, pairs)
+    names = peft_targets(arch, lora.targets)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -87,10 +88,14 @@ def write_peft(folder: Path, pairs: FlatPairs, lora: Lora, arch: Architecture, b
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": target_modules(arch, lora.targets),
+        "target_modules": names.modules,
         "modules_to_save": None,
         "inference_mode": True,
     }
+    if names.parameters:
+        settings["target_parameters"] = names.parameters
+    if names.fused:
+        settings |= fused_patterns(lora.rank, lora.alpha)
     (folder / CONFIG).write_text(json_text(settings, indent=2) + "\n", encoding="utf-8")
 
 

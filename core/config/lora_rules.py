@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.run_config import RunConfig
-from millrace.core.families.adapters import USUAL, Matrix, targeted
+from millrace.core.families.adapters import USUAL, Matrix, matrices, targeted
 from millrace.core.families.architecture import Architecture
 
 TARGETS = "trainer.lora.targets"
@@ -104,12 +104,14 @@ def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
     elif other is not None:
         reason = f"it matches {other.name}, and adapters of {other.kind} are not supported"
         yield config.problem(TARGETS, reason, "leave it out, or name other matrices")
-    elif config.adapters_by_name and (alone := _alone(found)) is not None:
+    elif (apart := _apart(found, arch)) is not None:
         yield config.problem(
             TARGETS,
-            f"SGLang joins {alone[1]} to {alone[2]}, and {alone[0]} alone matches",
-            "match both, or set sync.lora=merged",
+            f"it matches {apart[0]} and not {apart[1]}, and the experts of a layer are computed together",
+            "match gate and up projections of all experts, or of none, and so of down projections",
         )
+    elif config.adapters_by_name and (problem := _unserved(config, found, arch)) is not None:
+        yield config.problem(TARGETS, *problem)
     elif p.pipeline > 1 and len({matrix.layer for matrix in found}) < arch.layers:
         yield config.problem(
             TARGETS,
@@ -122,6 +124,44 @@ def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
             f"it does not divide the model's {arch.kv_heads} key-value heads, which adapters of trainer.lora need",
             "lower it, or leave queries, keys and values out of trainer.lora.targets",
         )
+
+
+def _apart(found: Sequence[Matrix], arch: Architecture) -> tuple[str, str] | None:
+    """A matrix of an expert that has an adapter, and one of the same layer and parameter that has none; None if there are none."""
+    named = {matrix.name for matrix in found}
+    own = {(matrix.layer, matrix.part.parameter): matrix.name for matrix in found if matrix.of_experts}
+    if not own:
+        return None
+    for matrix in matrices(arch):
+        with_one = own.get((matrix.layer, matrix.part.parameter))
+        if with_one is not None and matrix.name not in named:
+            return with_one, matrix.name
+    return None
+
+
+def _unserved(config: RunConfig, found: Sequence[Matrix], arch: Architecture) -> tuple[str, str] | None:
+    """Why engines do not serve adapters of these matrices by name, and the remedy; None if they do."""
+    remedy = "match both, or set sync.lora=merged"
+    if (alone := _alone(found)) is not None:
+        return f"SGLang joins {alone[1]} to {alone[2]}, and {alone[0]} alone matches", remedy
+    ends = {
+        (matrix.layer, matrix.name.rpartition(".")[2]): matrix.name for matrix in found if matrix.of_experts
+    }
+    for (layer, end), name in ends.items():
+        other = "gate_proj" if end == "down_proj" else "down_proj"
+        if (layer, other) not in ends:
+            return (
+                f"SGLang computes both products of experts with adapters, and {name} matches without {other}",
+                remedy,
+            )
+    if config.engines.kind != "embedded" and arch.shared_gate:
+        gated = next((matrix.name for matrix in found if matrix.of_experts or matrix.of_shared), None)
+        if gated is not None:
+            return (
+                f"it matches {gated}, and SGLang takes shared experts with a gate to be as wide as dense MLPs",
+                "leave experts out, or set sync.lora=merged",
+            )
+    return None
 
 
 def _alone(found: Sequence[Matrix]) -> tuple[str, str, str] | None:

@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace.core.errors import ConfigError, remedy_of
-from millrace.core.families.adapters import CONFIG, WEIGHTS, Matrix
+from millrace.core.families.adapters import CONFIG, DOWN, FUSED, FUSED_PATTERN, FUSED_RANKS, WEIGHTS, Matrix
 
 PREFIX = "base_model.model."  # of the names of tensors
 WHOLE = "name a folder that PEFT or an export has written, with adapters of the same matrices and rank"
-LARGEST_CONFIG = 2**20  # bytes
+LARGEST_CONFIG = 2**23  # bytes; each expert may have a name
 LARGEST = 2**31  # rank and alpha
 TYPES = ("F64", "F32", "F16", "BF16")
 PLAIN = {  # settings under which an adapter is a pair with one rank and one factor
@@ -29,7 +29,6 @@ PLAIN = {  # settings under which an adapter is a pair with one rank and one fac
     "rank_pattern": {},
     "alpha_pattern": {},
     "fan_in_fan_out": False,
-    "target_parameters": None,
 }
 
 
@@ -65,10 +64,15 @@ def read_config(folder: Path, field: str) -> AdapterSettings:
         raise ConfigError(reason, where=where, remedy=remedy_of(error, WHOLE)) from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise ConfigError(f"{CONFIG} describes no LoRA adapters", where=where, remedy=WHOLE)
-    for name, value in PLAIN.items():
+    plain = {**PLAIN, **_allowed_patterns(settings)}
+    for name, value in plain.items():
         if settings.get(name, value) not in (value, None):
             reason = f"{CONFIG}: {name} = {settings[name]!r} is not supported"
             raise ConfigError(reason, where=where, remedy=WHOLE)
+    parameters = settings.get("target_parameters")
+    if parameters and not all(_has_pairs(name) for name in _listed(parameters)):
+        reason = f"{CONFIG}: target_parameters = {parameters!r} is not supported"
+        raise ConfigError(reason, where=where, remedy=WHOLE)
     rank: Any = settings.get("r")
     alpha: Any = settings.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= LARGEST:
@@ -111,6 +115,31 @@ def stored_pairs(
     except (OSError, ValueError, SafetensorError) as error:
         reason = f"{WEIGHTS} cannot be read: {error}"
         raise ConfigError(reason, where=where, remedy=remedy_of(error, WHOLE)) from error
+
+
+def fused_patterns(rank: int, alpha: float) -> dict[str, Any]:
+    """What PEFT needs beside FUSED: the pairs of gate and up projections of an expert are one pair of twice the rank."""
+    return {
+        "rank_pattern": {FUSED_PATTERN: FUSED_RANKS * rank},
+        "alpha_pattern": {FUSED_PATTERN: FUSED_RANKS * alpha},
+    }
+
+
+def _allowed_patterns(settings: dict[str, Any]) -> dict[str, Any]:
+    """The patterns that a folder with FUSED among its parameters may have; with them each matrix still has one rank and one factor."""
+    rank: Any = settings.get("r")
+    alpha: Any = settings.get("lora_alpha")
+    fused = FUSED in _listed(settings.get("target_parameters"))
+    return fused_patterns(rank, alpha) if fused and type(rank) is int and type(alpha) in (int, float) else {}
+
+
+def _has_pairs(parameter: object) -> bool:
+    """Whether tensors of a parameter's adapters are named as those of a module: a linear layer's, and ours of all experts."""
+    return isinstance(parameter, str) and (parameter.endswith("_proj.weight") or parameter in (FUSED, DOWN))
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _problem(shape: list[int], dtype: str, wanted: tuple[int, int]) -> str:

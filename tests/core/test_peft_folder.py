@@ -29,7 +29,11 @@ OTHERWISE: dict[str, Any] = {
     "rank_pattern": {"q_proj": 3},
     "alpha_pattern": {"q_proj": 3},
     "fan_in_fan_out": True,
-    "target_parameters": ["mlp.experts.down_proj"],
+}
+FUSED = {
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "rank_pattern": {r".*\.mlp\.experts\.gate_up_proj": 4},
+    "alpha_pattern": {r".*\.mlp\.experts\.gate_up_proj": 12},
 }
 NO_NUMBERS: tuple[Any, ...] = (0, -1, 10**400, "2", None, True, [2])
 
@@ -51,6 +55,25 @@ def test_a_setting_that_makes_another_adapter_is_refused(tmp_path: Path, name: s
     folder = written(tmp_path, **{name: OTHERWISE[name]})
     with pytest.raises(ConfigError, match=f"x = .*: adapter_config.json: {name} = .* is not supported"):
         read_config(folder, "x")
+
+
+@pytest.mark.parametrize("parameters", [["mlp.experts.w1"], ["lm_head.weight"], "mlp.experts", [3], 3])
+def test_parameters_without_pairs_of_matrices_are_refused(tmp_path: Path, parameters: Any) -> None:
+    with pytest.raises(ConfigError, match="adapter_config.json: target_parameters = .* is not supported"):
+        read_config(written(tmp_path, target_parameters=parameters), "x")
+
+
+def test_parameters_whose_pairs_are_those_of_matrices_are_read(tmp_path: Path) -> None:
+    linear = ["mlp.down_proj.weight", "mlp.shared_expert.up_proj.weight"]
+    assert read_config(written(tmp_path, target_parameters=linear), "x").rank == 2
+    assert read_config(written(tmp_path, **FUSED), "x").scale == 3
+    for name, value in (
+        ("target_parameters", linear),
+        ("rank_pattern", {r".*\.mlp\.experts\.gate_up_proj": 3}),
+        ("alpha_pattern", {".*": 12}),
+    ):
+        with pytest.raises(ConfigError, match=r"(rank|alpha)_pattern = .* is not supported"):
+            read_config(written(tmp_path, **{**FUSED, name: value}), "x")
 
 
 @pytest.mark.parametrize("name", ["r", "lora_alpha"])

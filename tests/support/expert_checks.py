@@ -45,6 +45,8 @@ class Mixture:
         torch.manual_seed(0)
         layer, device = experts_layers(rank)[0], rank.device
         self.experts, self.parameters = layer.experts, parameters_of(layer.experts)
+        if hasattr(layer.experts, "adapters"):
+            self.parameters = _pairs(layer.experts.adapters)
         for parameter in self.parameters:
             assert parameter.abs().sum() > 0
         chosen = ROUTINGS[routing](layer.config.moe_router_topk, layer.config.num_moe_experts)
@@ -73,6 +75,15 @@ class Mixture:
             for module in self.experts.modules():
                 if hasattr(module, "gradient_accumulation_fusion"):
                     module.gradient_accumulation_fusion = fused
+
+
+def _pairs(adapters: Any) -> list[Tensor]:
+    """The parameters of the pairs of experts, none of which is zero any more."""
+    parameters = [each for held in adapters[:2] if held is not None for each in held.parameters()]
+    with torch.no_grad():
+        for each in parameters:
+            each.copy_(torch.randn(each.shape) * 0.2)
+    return parameters
 
 
 def both_ways(rank: Any, routing: str, equal_tokens: bool = False) -> dict[str, float]:
@@ -130,7 +141,7 @@ def totals(rank: Any, routing: str) -> dict[str, float]:
     return {"far": far, "marked": marked, "parameters": len(given.parameters)}
 
 
-class _Products(TorchDispatchMode):
+class Products(TorchDispatchMode):
     """Counts grouped products."""
 
     count = 0
@@ -148,7 +159,7 @@ def frozen(rank: Any) -> dict[str, Any]:
     for trains in (True, False):
         for parameter in given.parameters:
             parameter.requires_grad_(trains)
-        with _Products() as counted:
+        with Products() as counted:
             out = mixture(given.x, given.weights, given.chosen, given.experts)
             inputs = [given.x, given.weights, *(given.parameters if trains else [])]
             grads.append(torch.autograd.grad(out, inputs, given.grad)[:2])
@@ -160,14 +171,14 @@ def frozen(rank: Any) -> dict[str, Any]:
 
 def in_place(rank: Any) -> dict[str, bool]:
     """Whether weights and fp32 gradients of all layers' experts are read where they lie, without a copy."""
-    from millrace.connectors.trainers.megatron.model.grouped_experts import _together, parameters_of, stacked
+    from millrace.connectors.trainers.megatron.model.grouped_experts import parameters_of, stacked, together
 
     every: dict[str, list[bool]] = {"weights": [], "gradients": []}
     for layer in experts_layers(rank):
         parameters, count = parameters_of(layer.experts), len(layer.experts.local_experts)
         for start in range(0, len(parameters), count):
             part = parameters[start : start + count]
-            every["weights"].append(_together(part).data_ptr() == part[0].data_ptr())
+            every["weights"].append(together(part).data_ptr() == part[0].data_ptr())
             every["gradients"].append(stacked([each.main_grad for each in part]) is not None)
     return {name: all(found) and len(found) > 0 for name, found in every.items()}
 

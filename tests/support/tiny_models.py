@@ -116,7 +116,7 @@ def know_kimi() -> None:
     conversion.register_checkpoint_conversion_mapping("kimi_k2", of_deepseek)
 
 
-def _sizes(family: str, vocab: int) -> dict[str, Any]:
+def sizes_of(family: str, vocab: int) -> dict[str, Any]:
     """The configuration of a family's tiny model."""
     values: dict[str, Any] = {
         "vocab_size": vocab,
@@ -188,7 +188,7 @@ def save_tiny_model(folder: Path, family: str, vocab: int, **changes: Any) -> Pa
     import transformers
 
     form, family = family, SEEING.get(family, family)
-    values = {**_sizes(family, vocab), **changes}
+    values = {**sizes_of(family, vocab), **changes}
     kind = getattr(
         transformers, f"{CLASSES[family]}{'ForConditionalGeneration' if form in SEEING else 'ForCausalLM'}"
     )

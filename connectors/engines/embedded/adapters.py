@@ -23,6 +23,10 @@ PLACES = {  # what the engine's layers call what a fused layer of the trainer is
     "self_attention.linear_proj": "o",
     "mlp.linear_fc1": "gate_up",
     "mlp.linear_fc2": "down",
+    "mlp.shared_experts.linear_fc1": "shared.gate_up",
+    "mlp.shared_experts.linear_fc2": "shared.down",
+    "mlp.experts.local_experts.{expert}.linear_fc1": "{expert}.gate_up",
+    "mlp.experts.local_experts.{expert}.linear_fc2": "{expert}.down",
 }
 FIELD = "lora_path"
 Part = tuple[int, tuple[Tensor, Tensor] | None]  # outputs of a matrix, and its pair
@@ -62,7 +66,8 @@ def read_adapter(name: str, folder: Path, shape: Architecture, dtype: torch.dtyp
         pair = stored.get(matrix.name)
         # a copy: what is read is a view of the file, which others may change
         own = None if pair is None else (pair[0].to(dtype, copy=True), pair[1].to(dtype, copy=True))
-        places.setdefault((matrix.layer, PLACES[place]), []).append((matrix.outputs, own))
+        at = matrix.layer, PLACES[place].format(expert=matrix.expert)
+        places.setdefault(at, []).append((matrix.outputs, own))
     held = {at: parts for at, parts in places.items() if any(pair is not None for _, pair in parts)}
     return Adapter(name, settings.scale, held)
 
@@ -77,6 +82,14 @@ class RowAdapters:
             (adapter, torch.tensor([one is adapter for one in adapters]).repeat_interleave(each)[:, None])
             for adapter in distinct.values()
         ]
+
+    def at(self, rows: Tensor, of: int) -> "RowAdapters":
+        """The adapters of some rows of a batch of so many, in their order."""
+        taken = RowAdapters([])
+        taken._masks = [
+            (adapter, F.pad(mask, (0, 0, 0, of - len(mask)))[rows]) for adapter, mask in self._masks
+        ]
+        return taken
 
     def add(self, layer: int, place: str, x: Tensor, out: Tensor) -> Tensor:
         """out [M, n] of inputs x [M, in], with what each row's adapter adds; rows past those of the requests have none."""

@@ -166,16 +166,16 @@ class FeedForward:
     down_bias: Tensor | None
     limit: float
 
-    def __call__(self, x: Tensor, rows: RowAdapters = NO_ADAPTERS, layer: int = 0) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]. rows: the adapters of the rows; layer: whose MLP it is, for these."""
-        both = rows.add(layer, "gate_up", x, F.linear(x, self.gate_up, self.up_bias))
+    def __call__(self, x: Tensor, rows: RowAdapters = NO_ADAPTERS, layer: int = 0, place: str = "") -> Tensor:
+        """[rows, hidden] -> [rows, hidden]. rows: the adapters of the rows; layer, place: whose MLP it is, for these."""
+        both = rows.add(layer, f"{place}gate_up", x, F.linear(x, self.gate_up, self.up_bias))
         gate, up = both.chunk(2, dim=-1)
         if self.limit:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
             inner = gate * torch.sigmoid(GATE_SLOPE * gate) * (up + 1)
         else:
             inner = F.silu(gate) * up
-        return rows.add(layer, "down", inner, F.linear(inner, self.down, self.down_bias))
+        return rows.add(layer, f"{place}down", inner, F.linear(inner, self.down, self.down_bias))
 
 
 Pair = tuple[Tensor, Tensor]
@@ -396,7 +396,7 @@ class Decoder:
             if "experts" in layer:
                 weights, chosen = self._routed(normed, layer)
                 routed.append(chosen)
-                fed = self._experts(normed, layer, weights, chosen)
+                fed = self._experts(normed, layer, weights, chosen, rows, number)
             else:
                 fed = layer["mlp"](normed, rows, number)
             if s.branch_norms:
@@ -446,21 +446,30 @@ class Decoder:
         k = torch.cat([position[:, None].expand(-1, s.heads, -1), k], dim=-1)
         return q.unflatten(-1, (s.heads, -1)).roll(s.rotary, -1), k, v
 
-    def _experts(self, x: Tensor, layer: dict[str, Any], top: Tensor, chosen: Tensor) -> Tensor:
-        """Mixture of experts [M, H], given each token's experts and their weights [M, k]. Each expert's rows are padded, so that
-        results do not depend on other rows that chose it."""
+    def _experts(
+        self,
+        x: Tensor,
+        layer: dict[str, Any],
+        top: Tensor,
+        chosen: Tensor,
+        adapters: RowAdapters,
+        at: int,
+    ) -> Tensor:
+        """Mixture of experts [M, H] of layer `at`, given each token's experts and their weights [M, k]. Each expert's rows are
+        padded, so that results do not depend on other rows that chose it."""
         parts = torch.zeros(*chosen.shape, x.shape[-1], dtype=x.dtype)
         for number, expert in enumerate(layer["experts"]):
             rows, places = (chosen == number).nonzero(as_tuple=True)
             if len(rows):
                 padding = rounded_up(len(rows), ROWS) - len(rows)
                 inputs = torch.cat([x[rows], x.new_zeros(padding, x.shape[-1])])
-                parts[rows, places] = expert(inputs)[: len(rows)]
+                own = adapters.at(rows, len(x))
+                parts[rows, places] = expert(inputs, own, at, f"{number}.")[: len(rows)]
         out = torch.zeros_like(x)
         for place in range(chosen.shape[1]):
             out = out + parts[:, place] * top[:, place, None].to(x.dtype)
         if "shared" in layer:
-            shared = layer["shared"](x)
+            shared = layer["shared"](x, adapters, at, "shared.")
             if layer["shared_gate"] is not None:
                 shared = padded_linear(x, layer["shared_gate"]).sigmoid() * shared
             out = out + shared

@@ -78,7 +78,7 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
         return _fsdp_memory(config, shape)
     width = 2 if config.dtype == "bfloat16" else 4
     held, weights, trained, experts = _of_fullest_rank(config, shape)
-    adapters = _adapters_of_rank(config, shape)
+    adapters, _ = _adapters_of_rank(config, shape)
     parts = [
         MemoryPart(f"weights, {config.dtype}", weights * width),
         MemoryPart("gradients, fp32", trained * FP32),
@@ -115,9 +115,9 @@ def _of_fullest_rank(config: RunConfig, shape: Architecture) -> tuple[int, int, 
     held, experts = max(_held_by_ranks(config, shape))
     critic = critic_shape(config, shape)
     critics, critics_experts = max(_held_by_ranks(config, critic)) if critic else (0, 0)
-    adapters = _adapters_of_rank(config, shape)
+    adapters, of_experts = _adapters_of_rank(config, shape)
     trained = (adapters or held) + critics
-    return held, held + adapters + critics, trained, (0 if adapters else experts) + critics_experts
+    return held, held + adapters + critics, trained, (of_experts if adapters else experts) + critics_experts
 
 
 def _copies(config: RunConfig) -> tuple[int, int]:
@@ -175,16 +175,24 @@ def _adapters(config: RunConfig, shape: Architecture) -> int:
     return sum(parameters_of(each, lora.rank) for each in targeted(shape, lora.targets)) if lora else 0
 
 
-def _adapters_of_rank(config: RunConfig, shape: Architecture) -> int:
-    """Numbers in the adapters of the rank of a pipeline that has the most."""
-    lora, tensor = config.trainer.lora, config.trainer.parallel.tensor
+def _adapters_of_rank(config: RunConfig, shape: Architecture) -> tuple[int, int]:
+    """Numbers in the adapters of the rank of a pipeline that has the most, and how many of these are experts'."""
+    lora, p = config.trainer.lora, config.trainer.parallel
     if lora is None:
-        return 0
-    found = targeted(shape, lora.targets)
-    return max(
-        sum(parameters_of(each, lora.rank, tensor) for each in found if each.layer in layers)
-        for layers in layers_of_ranks(config, shape.layers)
-    )
+        return 0, 0
+    numbers: dict[int, tuple[int, int]] = {}
+    for each in targeted(shape, lora.targets):
+        every, experts = numbers.get(each.layer, (0, 0))
+        if each.of_experts:
+            own = parameters_of(each, lora.rank, p.tensor_of_experts)
+            numbers[each.layer] = every + own, experts + own
+        else:
+            numbers[each.layer] = every + parameters_of(each, lora.rank, p.tensor), experts
+    held = []
+    for layers in layers_of_ranks(config, shape.layers):
+        every, experts = map(sum, zip((0, 0), *(numbers.get(layer, (0, 0)) for layer in layers), strict=True))
+        held.append((every - experts + -(-experts // p.expert), -(-experts // p.expert)))
+    return max(held)
 
 
 def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[MemoryPart]:

@@ -30,18 +30,30 @@ LORA = Lora(rank=3, alpha=6.0)
 PROMPT = [10, 20, 30, 40, 50]
 
 
-def adapters(folder: Path, model: Path, seed: int) -> Path:
+ALL = r".*\.(self_attn\.(q|k|v|o)|mlp\.(.*\.)?(gate|up|gate_up|down))_proj"
+FEED_FORWARD = r".*\.mlp\.(.*\.)?(gate|up|down)_proj"
+TARGETS = {  # of families; of others the usual ones
+    "qwen3_moe": ALL,
+    "qwen2_moe": ALL,
+    "glm4_moe": ALL,
+    "deepseek_v3": FEED_FORWARD,
+    "qwen3_next": FEED_FORWARD,
+}
+
+
+def adapters(folder: Path, model: Path, seed: int, targets: str = LORA.targets) -> Path:
     """A PEFT folder of pairs that change the model's answers."""
+    lora = LORA.model_copy(update={"targets": targets})
     shape = read_shape(model)
     draws = torch.Generator().manual_seed(seed)
 
     def some(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=draws) * 0.3
 
-    found = targeted(shape, LORA.targets)
+    found = targeted(shape, targets)
     pairs = {one.name: (some(LORA.rank, one.inputs), some(one.outputs, LORA.rank)) for one in found}
     folder.mkdir()
-    write_peft(folder, FlatPairs.of(pairs), LORA, shape, str(model))
+    write_peft(folder, FlatPairs.of(pairs), lora, shape, str(model))
     return folder
 
 
@@ -52,11 +64,12 @@ def plain(model: Path, folder: Path | None) -> Any:
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "glm4", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "glm4", "gpt_oss", *TARGETS])
 def test_rows_of_one_batch_have_the_logits_of_their_own_adapters(tmp_path: Path, family: str) -> None:
     model = save_tiny_model(tmp_path / family, family, VOCABULARY)
     shape = read_shape(model)
-    folders = [None, *(adapters(tmp_path / str(seed), model, seed) for seed in (1, 2))]
+    targets = TARGETS.get(family, LORA.targets)
+    folders = [None, *(adapters(tmp_path / str(seed), model, seed, targets) for seed in (1, 2))]
     held: list[Adapter | None] = [
         None if folder is None else read_adapter(folder.name, folder, shape, torch.float32)
         for folder in folders

@@ -37,13 +37,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"expert": 2},
     "dp2": {},
     "tp2 pp2": {"tensor": 2, "pipeline": 2, "sequence": True},
+    "tp2 whole experts": {"tensor": 2, "sequence": True, "expert_tensor": 1},
+    "cut experts": {"expert_tensor": 2},
+    "ep2 cut experts": {"expert": 2, "expert_tensor": 2},
+    "tp2 ep2": {"tensor": 2, "sequence": True, "expert": 2},
 }
+WITH_EXPERTS = [layout for layout, sizes in LAYOUTS.items() if {"expert", "expert_tensor"} & sizes.keys()]
 LORA = {"rank": 4, "alpha": 8.0}
 EVERY = r"model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|gate_up|down)_proj"
+EXPERTS = EVERY.replace("mlp)", r"mlp(\.shared_experts?|\.experts\.\d+)?)")
+FEED_FORWARD = r"model\.layers\.\d+\.mlp\.(shared_expert|experts\.\d+)\.(gate|up|down)_proj"
+FIRST_PRODUCT = r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up)_proj"
+SECOND_PRODUCT = r"model\.layers\.\d+\.mlp\.experts\.\d+\.down_proj"
 PART = r"model\.layers\.[1]\.self_attn\.(q|v)_proj|model\.layers\.\d+\.mlp\.up_proj"
 CASES = [
-    *(("qwen3", layout, EVERY) for layout in LAYOUTS if layout != "ep2"),
+    *(("qwen3", layout, EVERY) for layout in LAYOUTS if layout not in WITH_EXPERTS),
+    *(("qwen3_moe", layout, EXPERTS) for layout in LAYOUTS if layout != "tp2"),
     ("qwen3_moe", "ep2", EVERY),
+    ("qwen3_moe", "ep2", FIRST_PRODUCT),
+    ("qwen3_moe", "ep2 cut experts", SECOND_PRODUCT),
+    ("qwen2_moe", "tp2 ep2", EXPERTS),
+    ("glm4_moe", "tp2 sp", EXPERTS),
+    ("deepseek_v3", "ep2 cut experts", EXPERTS),
+    ("qwen3_next", "ep2", FEED_FORWARD),
     ("qwen3", "tp2 sp", PART),
     ("glm4", "tp2 sp", EVERY),
     ("qwen3_moe", "tp2 sp", EVERY),
@@ -54,7 +70,8 @@ USUAL = [  # each way to cut and each form of a layer once; others are slow
     ("qwen3", "tp1", EVERY),
     ("qwen3", "cp2", EVERY),
     ("qwen3", "tp2 pp2", EVERY),
-    ("qwen3_moe", "ep2", EVERY),
+    ("qwen3_moe", "ep2 cut experts", EXPERTS),
+    ("deepseek_v3", "ep2 cut experts", EXPERTS),
     ("qwen3", "tp2 sp", PART),
     ("glm4", "tp2 sp", EVERY),
     ("gpt_oss", "pp2", EVERY),
@@ -65,7 +82,8 @@ USUAL = [  # each way to cut and each form of a layer once; others are slow
 def settings(model: Path, layout: str = "tp1", targets: str = EVERY, **changes: Any) -> dict[str, Any]:
     parallel = LAYOUTS[layout]
     split = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
-    ranks = 1 if layout == "tp1" else max(2, split)
+    experts = parallel.get("expert", 1) * parallel.get("expert_tensor", 1)
+    ranks = 1 if layout == "tp1" else max(2, split, experts)
     lora = {**LORA, "targets": targets, **changes.pop("lora", {})}
     return configuration(model, ranks, parallel=parallel, lora=lora, optimizer={"lr": LR}, **changes)
 
@@ -111,19 +129,28 @@ def test_steps_and_adapters_are_those_of_plain_pairs(
 
 
 @pytest.mark.parametrize(
-    "layout", slow_but([layout for layout in LAYOUTS if layout != "ep2"], "tp1", "tp2 pp2")
+    ("kind", "layout"),
+    slow_but(
+        [
+            *(("qwen3", layout) for layout in LAYOUTS if layout not in WITH_EXPERTS),
+            *(("qwen3_moe", layout) for layout in LAYOUTS if layout != "tp2"),
+        ],
+        ("qwen3", "tp1"),
+        ("qwen3", "tp2 pp2"),
+        ("qwen3_moe", "ep2"),
+    ),
 )
 def test_the_first_pass_is_the_base(
-    workers: Workers, model: Callable[..., Path], batch: str, layout: str
+    workers: Workers, model: Callable[..., Path], batch: str, kind: str, layout: str
 ) -> None:
-    with_adapters = settings(model(), layout)
+    with_adapters = settings(model(kind), layout, EXPERTS if kind == "qwen3_moe" else EVERY)
     without = copy.deepcopy(with_adapters)
     without["trainer"]["lora"] = None
     found = []
     for config in (with_adapters, without):
         with workers.group(config) as group:
             found.append(group.run(log_probabilities, batch.format(1))[0])
-    if layout.startswith("tp2"):  # the last bit of a product of a cut matrix may differ
+    if layout.startswith("tp2"):  # of attention: the last bit of a product of a cut matrix may differ
         assert found[0] == {name: pytest.approx(values, abs=1e-6) for name, values in found[1].items()}
     else:
         assert found[0] == found[1]
@@ -146,16 +173,17 @@ def held(rank: Any) -> dict[str, Any]:
     return {"gradients": buffers, "states": states, "trained": trained, "reference": reference}
 
 
+@pytest.mark.parametrize(("kind", "targets"), [("qwen3", EVERY), ("qwen2_moe", EXPERTS)])
 def test_gradients_optimizer_and_reference_hold_the_adapters_alone(
-    workers: Workers, model: Callable[..., Path], batch: str
+    workers: Workers, model: Callable[..., Path], batch: str, kind: str, targets: str
 ) -> None:
-    with workers.group(settings(model(), algorithm={"kl_coef": 0.1})) as group:
+    with workers.group(settings(model(kind), targets=targets, algorithm={"kl_coef": 0.1})) as group:
         group.train([1], batch.format(1))
         (found,) = group.run(held)
     numbers = sum(found["trained"].values())
     assert all(".adapters." in name for name in found["trained"])
-    shape = architecture(read_hf_config(str(model())))
-    assert numbers == sum(parameters_of(matrix, LORA["rank"]) for matrix in targeted(shape, EVERY))
+    shape = architecture(read_hf_config(str(model(kind))))
+    assert numbers == sum(parameters_of(matrix, LORA["rank"]) for matrix in targeted(shape, targets))
     assert numbers <= found["gradients"] < numbers + 1024  # buffers are padded
     assert numbers <= found["states"] / 2 < numbers + 1024
     assert found["reference"] == numbers
@@ -174,11 +202,28 @@ def saved(rank: Any) -> set[str]:
     return found(rank.learner._sharded_state(loading=False))
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets", "saved_by", "others"),
+    [
+        ("qwen3", EVERY, "tp2 sp", ["pp2"]),
+        pytest.param(
+            *("glm4_moe", EXPERTS, "ep2 cut experts", ["tp1", "tp2 ep2", "cut experts"]),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_checkpoint_holds_adapters_and_loads_under_another_layout(
-    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+    workers: Workers,
+    model: Callable[..., Path],
+    batch: str,
+    tmp_path: Path,
+    kind: str,
+    targets: str,
+    saved_by: str,
+    others: list[str],
 ) -> None:
-    folder = model()
-    with workers.group(settings(folder, "tp2 sp", algorithm={"kl_coef": 0.1})) as group:
+    folder = model(kind)
+    with workers.group(settings(folder, saved_by, targets, algorithm={"kl_coef": 0.1})) as group:
         group.train([1], batch.format(1))
         group.call("save", str(tmp_path / "checkpoint"))
         names = set().union(*group.run(saved))
@@ -187,12 +232,12 @@ def test_a_checkpoint_holds_adapters_and_loads_under_another_layout(
     assert {name.partition("adapters.")[0] for name in names} == {
         "", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.",
     }  # fmt: skip
-    for number, layout in enumerate(["tp2 sp", "pp2"]):
-        with workers.group(settings(folder, layout, algorithm={"kl_coef": 0.1})) as group:
+    for number, layout in enumerate([saved_by, *others]):
+        with workers.group(settings(folder, layout, targets, algorithm={"kl_coef": 0.1})) as group:
             assert set(group.call("load", str(tmp_path / "checkpoint"))) == {1}
             again = group.train([2], batch.format(2))[0]
             group.call("export", str(tmp_path / str(number)), 2)
-        exact = layout == "tp2 sp"
+        exact = layout == saved_by
         for name in ("loss", "grad_norm", "kl"):
             assert again[name] == (
                 expected[name] if exact else pytest.approx(expected[name], rel=1e-4, abs=1e-6)
@@ -221,12 +266,27 @@ def test_a_checkpoint_belongs_to_its_base_and_to_runs_with_adapters(
         group.call("load", str(tmp_path / "adapters"))
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2 pp2"])
+@pytest.mark.parametrize(
+    ("kind", "targets", "layout"),
+    [
+        ("qwen3", EVERY, "tp1"),
+        ("qwen3", EVERY, "tp2 pp2"),
+        ("qwen2_moe", EXPERTS, "ep2 cut experts"),
+        pytest.param("qwen3_moe", EXPERTS, "tp2 pp2", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", EXPERTS, "tp2 ep2", marks=pytest.mark.slow),
+    ],
+)
 def test_merged_weights_go_out_and_a_folder_of_adapters_starts_another_run(
-    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, layout: str
+    workers: Workers,
+    model: Callable[..., Path],
+    batch: str,
+    tmp_path: Path,
+    kind: str,
+    targets: str,
+    layout: str,
 ) -> None:
-    folder = model()
-    with workers.group(settings(folder, layout)) as group:
+    folder = model(kind)
+    with workers.group(settings(folder, layout, targets)) as group:
         group.train([1], batch.format(1))
         group.call("export", str(tmp_path / "adapters"), 1)
         group.call("export", str(tmp_path / "merged"), 1, merged=True)
@@ -251,7 +311,7 @@ def test_merged_weights_go_out_and_a_folder_of_adapters_starts_another_run(
         for row in samples(2):
             assert scores[row["sample_id"]] == pytest.approx(plain.logprobs(row).tolist(), abs=2e-5)
     started = {"path": str(tmp_path / "adapters")}
-    with workers.group(settings(folder, lora=started, algorithm={"kl_coef": 0.1})) as group:
+    with workers.group(settings(folder, targets=targets, lora=started, algorithm={"kl_coef": 0.1})) as group:
         again = group.run(log_probabilities, batch.format(2))[0]
         first = group.train([1], batch.format(1))[0]
     assert first["kl"] == 0  # of the policy before the first step
@@ -276,20 +336,27 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "layout"),
+    ("recompute", "layout", "kind"),
     [
-        ("selective", "tp1"),
-        ("full", "pp2"),
-        pytest.param("selective", "pp2", marks=pytest.mark.slow),
-        pytest.param("full", "tp1", marks=pytest.mark.slow),
+        ("selective", "tp1", "qwen3"),
+        ("full", "pp2", "qwen3"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("selective", "pp2", "qwen3"),
+                ("full", "tp1", "qwen3"),
+                ("selective", "ep2 cut experts", "qwen3_moe"),
+                ("full", "ep2 cut experts", "qwen3_moe"),
+            )
+        ),
     ],
 )
 def test_recomputed_activations_change_nothing(
-    workers: Workers, model: Callable[..., Path], batch: str, recompute: str, layout: str
+    workers: Workers, model: Callable[..., Path], batch: str, recompute: str, layout: str, kind: str
 ) -> None:
-    found = []
+    found, targets = [], EXPERTS if kind == "qwen3_moe" else EVERY
     for how in ("none", recompute):
-        with workers.group(settings(model(), layout, recompute=how)) as group:
+        with workers.group(settings(model(kind), layout, targets, recompute=how)) as group:
             found.append([group.train([step], batch.format(step))[0] for step in (1, 2, 3)])
     for plain, again in zip(*found, strict=True):
         figures = again["loss"], again["grad_norm"]
@@ -298,12 +365,15 @@ def test_recomputed_activations_change_nothing(
         assert figures == (pytest.approx(expected, rel=1e-5, abs=1e-8) if recompute == "full" else expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("qwen3", EVERY), pytest.param("qwen3_moe", EXPERTS, marks=pytest.mark.slow)],
+)
 def test_bfloat16_weights_stay_and_adapters_move(
-    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, kind: str, targets: str
 ) -> None:
-    with workers.group(
-        settings(model(), dtype="bfloat16", algorithm={"reference_update_steps": 1, "kl_coef": 0.1})
-    ) as group:
+    changes = {"reference_update_steps": 1, "kl_coef": 0.1}
+    with workers.group(settings(model(kind), targets=targets, dtype="bfloat16", algorithm=changes)) as group:
         group.call("export", str(tmp_path / "first"), 0)
         found = [group.train([step], batch.format(step), guard=10.0)[0] for step in (1, 2)]
         group.call("export", str(tmp_path / "last"), 2)
@@ -312,7 +382,7 @@ def test_bfloat16_weights_stay_and_adapters_move(
     first, last = adapters(tmp_path / "first"), adapters(tmp_path / "last")
     assert {str(tensor.dtype) for tensor in last.values()} == {"torch.bfloat16"}
     assert [name for name in first if torch.equal(first[name], last[name])] == []
-    base, merged = tensors(model()), tensors(tmp_path / "merged")
+    base, merged = tensors(model(kind)), tensors(tmp_path / "merged")
     assert torch.equal(merged["model.norm.weight"], base["model.norm.weight"].bfloat16())
 
 

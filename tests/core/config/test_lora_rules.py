@@ -15,16 +15,20 @@ from millrace.core.families.adapters import (
     USUAL,
     matrices,
     parameters_of,
-    target_modules,
+    peft_targets,
     targeted,
 )
+from millrace.core.families.architecture import Architecture, architecture
+from millrace.core.families.config_file import resolved
 from millrace.core.families.registry import BUILT_IN
 from tests.core.config import test_plan
 from tests.core.config.test_layout_rules import DENSE, LAYERS, MIXTURE
 from tests.core.config.test_rules import fields
 from tests.support.qwen3 import QWEN3_06B
+from tests.support.tiny_models import sizes_of
 
 LORA = "trainer.lora={rank: 4, alpha: 8}"
+EVERYTHING = r"model\.layers\.\d+\.(self_attn|mlp\.experts\.\d+)\.(q|k|v|o|gate|up|down)_proj"
 ON_GPUS = ("engines.kind=sglang", "trainer.device=cuda")
 
 
@@ -60,6 +64,11 @@ def config(targets: str = USUAL, **parallel: int) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
+def tiny(kind: str) -> Architecture:
+    """The architecture of a family's tiny model."""
+    return architecture(resolved({"model_type": kind, **sizes_of(kind, 131)}, "test"))
+
+
 def refusals(made: RunConfig, shape: Any) -> list[tuple[str, str]]:
     found = [*model_problems(made, shape)]
     assert all(problem.remedy for problem in found)
@@ -73,11 +82,32 @@ def test_the_usual_targets_are_all_of_attention_and_of_dense_mlps() -> None:
     assert {matrix.name.rpartition(".")[2] for matrix in targeted(MIXTURE, USUAL)} == {
         f"{name}_proj" for name in "qkvo"
     }
-    assert target_modules(DENSE, USUAL) == (
-        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
+    assert peft_targets(DENSE, USUAL) == (
+        ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"), (),
     )  # fmt: skip
     only = r"model\.layers\.1\.self_attn\.[qv]_proj"
-    assert target_modules(DENSE, only) == tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qv")
+    assert peft_targets(DENSE, only).modules == tuple(
+        f"model.layers.1.self_attn.{name}_proj" for name in "qv"
+    )
+
+
+EXPERTS = r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj"
+FEED_FORWARD = r".*\.mlp\.(.*\.)?(gate|up|down)_proj"
+SHARED, LATE, TOGETHER = tiny("qwen2_moe"), tiny("glm4_moe"), tiny("gpt_oss")
+
+
+def test_peft_reads_dense_mlps_and_shared_experts_of_a_mixture_by_their_parameters() -> None:
+    """It takes modules with these last names for experts."""
+    assert peft_targets(MIXTURE, EXPERTS) == (("down_proj", "gate_proj", "up_proj"), ())
+    kinds = ("down_proj", "gate_proj", "up_proj")
+    found = peft_targets(LATE, FEED_FORWARD)
+    assert found.modules == tuple(f"mlp.experts.{number}.{kind}" for number in range(4) for kind in kinds)
+    places = "mlp", "mlp.shared_experts"
+    assert set(found.parameters) == {f"{place}.{kind}.weight" for place in places for kind in kinds}
+    first = peft_targets(LATE, r"model\.layers\.(0|1)\..*\.down_proj|model\.layers\.0\.mlp\.down_proj")
+    assert first.parameters == ("mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight")
+    assert first.modules == tuple(f"mlp.experts.{number}.down_proj" for number in range(4))
+    assert peft_targets(SHARED, EXPERTS) == ((), ("mlp.experts.down_proj", "mlp.experts.gate_up_proj"))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +116,31 @@ def test_the_usual_targets_are_all_of_attention_and_of_dense_mlps() -> None:
         ("attention", DENSE, {}, "trainer.lora.targets", "it matches no matrix of this qwen3 model"),
         (
             r".*\.down_proj",
+            TOGETHER,
+            {},
+            "trainer.lora.targets",
+            "it matches model.layers.0.mlp.experts.down_proj, and adapters of experts that are stored together are not supported",
+        ),
+        (
+            r".*\.experts\.0\.down_proj",
             MIXTURE,
             {},
             "trainer.lora.targets",
-            "it matches model.layers.0.mlp.experts.0.down_proj, and adapters of experts are not supported",
+            "it matches model.layers.0.mlp.experts.0.down_proj and not model.layers.0.mlp.experts.1.down_proj, and the experts of a layer",
+        ),
+        (
+            r".*\.up_proj",
+            MIXTURE,
+            {},
+            "trainer.lora.targets",
+            "it matches model.layers.0.mlp.experts.7.up_proj and not model.layers.0.mlp.experts.0.gate_proj",
+        ),
+        (
+            r".*\.shared_expert_gate",
+            SHARED,
+            {},
+            "trainer.lora.targets",
+            "adapters of the gates of shared experts are not supported",
         ),
         (
             r".*\.mlp\.gate",
@@ -135,15 +186,16 @@ def test_each_family_says_which_of_its_matrices_may_have_adapters() -> None:
         "self_attention.linear_proj.weight",
         "mlp.linear_fc1.weight",
         "mlp.linear_fc2.weight",
-        # refused: experts, routers and latents
-        "mlp.router.weight",
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
-        "mlp.shared_experts.gate_weight",
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.shared_experts.linear_fc2.weight",
+        # if each expert has tensors of its own
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        # refused: biases of experts, routers, gates and latents
+        "mlp.router.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
+        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
+        "mlp.shared_experts.gate_weight",
         "self_attention.linear_q_proj.weight",
         "self_attention.linear_q_down_proj.weight",
         "self_attention.linear_q_up_proj.weight",
@@ -157,6 +209,13 @@ def test_each_family_says_which_of_its_matrices_may_have_adapters() -> None:
     forms = {part.form for family in BUILT_IN for part in family.layer}
     assert forms - set(FORMS) == {"turns", "gated_heads", "key_heads", "joined"}
     assert [matrix.name for matrix in matrices(DENSE) if not matrix.supported] == []
+    with_experts = {family.name for family in BUILT_IN if any(part.of_experts for part in family.layer)}
+    supported = {
+        name
+        for name in with_experts
+        if any(matrix.of_experts and matrix.supported for matrix in matrices(tiny(name)))
+    }
+    assert with_experts - supported == {"gpt_oss", "qwen3_5_moe_text"}
 
 
 def test_the_plan_counts_gradients_optimizer_and_checkpoint_of_the_adapters_alone(tmp_path: Path) -> None:
@@ -180,6 +239,23 @@ def test_the_plan_counts_gradients_optimizer_and_checkpoint_of_the_adapters_alon
     by_name = make_plan(test_plan.config(tmp_path, *changes, "sync.lora=names"), gpus=1)
     served = {part.name: part.size for part in by_name.engine_memory}
     assert served["adapters of 2 versions"] == 2 * 2 * adapters
+
+
+def test_the_plan_counts_the_adapters_of_a_ranks_own_experts(tmp_path: Path) -> None:
+    layout = "trainer={world_size: 8, parallel: {tensor: 2, sequence: true, expert: 4, expert_tensor: 2}}"
+    changes = ["model.dtype=bfloat16", layout, f"trainer.lora={{rank: 32, targets: '{EVERYTHING}'}}"]
+    made = test_plan.config(tmp_path, *changes, hf=test_plan.MOE)
+    shape = test_plan.architecture(test_plan.MOE)
+    hidden, wide, layers = 1024, 256, 28
+    experts = layers * 2 * 32 * (2 * (hidden + wide // 2) + (wide // 2 + hidden))  # two of eight, cut in two
+    others = sum(
+        parameters_of(matrix, 32, 2) for matrix in targeted(shape, EVERYTHING) if not matrix.of_experts
+    )
+    parts = {part.name: part.size for part in make_plan(made, gpus=8).trainer_memory}
+    assert parts["gradients, fp32"] == 4 * (experts + others)
+    assert parts["optimizer, fp32, 1/4"] == 12 * others // 4
+    assert parts["optimizer of experts, fp32, 1/1"] == 12 * experts
+    assert parts["weights, bfloat16"] == 2 * (test_plan.parameters_of_rank(made, shape) + experts + others)
 
 
 @pytest.mark.parametrize(
@@ -243,3 +319,31 @@ def test_what_sglang_joins_has_adapters_together_if_they_go_by_name(targets: str
     found = refusals(by_name, DENSE)
     assert [field for field, _ in found] == (["trainer.lora.targets"] if alone else [])
     assert all(alone in reason for _, reason in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "reason"),
+    [
+        ("qwen3_moe", EXPERTS, ""),
+        ("glm4_moe", FEED_FORWARD, ""),
+        ("qwen3_moe", EXPERTS.replace("|down", ""), "_proj matches without down_proj"),
+        ("qwen3_moe", EXPERTS.replace("gate|up|", ""), "down_proj matches without gate_proj"),
+        ("qwen2_moe", EXPERTS, "SGLang takes shared experts with a gate to be as wide as dense MLPs"),
+        ("qwen2_moe", USUAL, ""),
+    ],
+)
+def test_sglang_serves_adapters_of_experts_if_both_products_have_them(
+    kind: str, targets: str, reason: str
+) -> None:
+    made, arch = config(targets), tiny(kind)
+    assert refusals(made, arch) == []
+    by_name = made.model_copy(update={"sync": made.sync.model_copy(update={"lora": "names"})})
+    found = refusals(by_name, arch)
+    assert [field for field, _ in found] == (["trainer.lora.targets"] if reason else [])
+    assert all(reason in why for _, why in found)
+
+
+def test_embedded_engines_serve_experts_beside_shared_ones_with_a_gate() -> None:
+    made = config(EXPERTS)
+    values = {**made.model_dump(mode="json"), "engines": {"kind": "embedded"}, "sync": {"lora": "names"}}
+    assert refusals(RunConfig.model_validate(values), SHARED) == []

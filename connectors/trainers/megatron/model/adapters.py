@@ -7,86 +7,28 @@ of. What crosses ranks is as wide as the rank of the pairs, not as the layer.
 Owns the pairs, what they add, and their sharded state. Knows nothing of files: `weights.adapter_tensors` gathers whole pairs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
-from torch.nn import Module, ModuleDict, Parameter
+from torch.nn import Module, ModuleDict
 
 from millrace.connectors.trainers.adapters import Pairs, first_pair
+from millrace.connectors.trainers.megatron.model.expert_adapters import ExpertPairs, PairsOfExperts
+from millrace.connectors.trainers.megatron.model.pairs import HeldPair, Pair
 from millrace.core.config.trainer import Lora
 from millrace.core.families.adapters import Matrix, matrices, targeted
 from millrace.core.families.architecture import Architecture
-
-CHECKPOINTED = "adapters"  # before the names of pairs in a checkpoint
-
-
-class Pair(Module):
-    """A and B of one Hugging Face matrix, this rank's parts. B [out, rank]; of a gate and an up projection in one, [2, out / 2, rank]."""
-
-    def __init__(self, matrix: Matrix, rank: int, *, like: Tensor, sequence: bool) -> None:
-        super().__init__()
-        self.matrix = matrix
-        tensors = mpu.get_tensor_model_parallel_world_size()
-        self.by_rows = matrix.part.split == 0  # else by columns
-        self.halves = matrix.part.form == "halves"
-        outputs = matrix.outputs // tensors if self.by_rows else matrix.outputs
-        inputs = matrix.inputs if self.by_rows else matrix.inputs // tensors
-        rows = (2, outputs // 2) if self.halves else (outputs,)
-        self.A = Parameter(like.new_empty(rank, inputs))
-        self.B = Parameter(like.new_empty(*rows, rank))
-        for name, weight in self.named_parameters():
-            cut = (name == "B") == self.by_rows
-            set_tensor_model_parallel_attributes(weight, cut, self.axis, 1)
-            # a whole part sees a rank's own tokens alone, so that its gradient is a part of a sum
-            weight.sequence_parallel = sequence and not cut  # type: ignore[attr-defined]
-
-    @property
-    def axis(self) -> int:
-        """The dimension of the cut part that is cut."""
-        return 1 if self.halves or not self.by_rows else 0
-
-    def fill(self, a: Tensor, b: Tensor) -> None:
-        """Take this rank's parts of whole A [rank, in] and B [out, rank]."""
-        if self.halves:
-            b = b.unflatten(0, (2, -1))
-        at, of = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        if self.by_rows:
-            b = b.chunk(of, self.axis)[at]
-        else:
-            a = a.chunk(of, self.axis)[at]
-        with torch.no_grad():
-            self.A.copy_(a)
-            self.B.copy_(b)
-
-    def widened(self, narrow: Tensor) -> Tensor:
-        """narrow [..., rank] times B: [..., out] on this rank."""
-        b = self.B.flatten(0, 1) if self.halves else self.B
-        return F.linear(narrow, b.to(narrow.dtype))
-
-    def sharded_state_dict(self, prefix: str) -> dict[str, Any]:
-        """Both parts, named in a checkpoint by their matrix: equal under each layout of pipeline stages."""
-        state = {}
-        for name, weight in self.named_parameters():
-            key = f"{CHECKPOINTED}.{self.matrix.name}.lora_{name}"
-            cut = (name == "B") == self.by_rows
-            state[f"{prefix}{name}"] = (
-                make_tp_sharded_tensor_for_checkpoint(weight, key, self.axis)
-                if cut
-                else make_sharded_tensor_for_checkpoint(weight, key)
-            )
-        return state
 
 
 class Adapters(Module):
@@ -97,12 +39,13 @@ class Adapters(Module):
         self.scale = lora.alpha / lora.rank
         self.pairs = ModuleDict()
 
-    def __iter__(self) -> Iterator[Pair]:
-        yield from self.pairs.values()  # type: ignore[misc]
+    def __iter__(self) -> Iterator[HeldPair]:
+        for pair in self.pairs.values():
+            yield from pair.held()  # type: ignore[operator]
 
-    def add(self, pair: Pair) -> None:
-        """Add a pair under its matrix's name."""
-        self.pairs[pair.matrix.name.replace(".", "/")] = pair
+    def add(self, name: str, pair: Pair | ExpertPairs) -> None:
+        """Add a pair, or those of experts, under a name."""
+        self.pairs[name.replace(".", "/")] = pair
 
     def sharded_state_dict(self, prefix: str) -> dict[str, Any]:
         """The state of all pairs."""
@@ -177,30 +120,67 @@ def attach(model: Any, lora: Lora, arch: Architecture, seed: int, pairs: Pairs |
     """Freeze a RankModel's weights, and add pairs to its layers; whole ones from `pairs`, by default those before the first step."""
     model.requires_grad_(False)
     wanted = {matrix.name for matrix in targeted(arch, lora.targets)}
-    layers: dict[tuple[int, str], list[Matrix]] = {}
+    layers: dict[int, dict[str, list[Matrix]]] = {}
     for matrix in matrices(arch):
         if matrix.supported:
-            layers.setdefault((matrix.layer, matrix.part.parameter), []).append(matrix)
+            layers.setdefault(matrix.layer, {}).setdefault(matrix.part.parameter, []).append(matrix)
+
+    def values(matrix: Matrix) -> tuple[Tensor, Tensor]:
+        return pairs[matrix.name] if pairs else first_pair(matrix, lora.rank, seed)
+
     for stage in model.stages:
         stage.adapters = Adapters(lora)
-        own = {layer.layer_number - 1: layer for layer in stage.decoder.layers}
-        for (number, parameter), parts in layers.items():
-            if number not in own or not any(matrix.name in wanted for matrix in parts):
-                continue
-            linear = own[number].get_submodule(parameter.partition("{layer}.")[2].removesuffix(".weight"))
-            made: list[tuple[Matrix, Pair | None]] = []
-            for matrix in parts:
-                pair = None
-                if matrix.name in wanted:
-                    pair = Pair(
-                        matrix, lora.rank, like=linear.weight, sequence=stage.config.sequence_parallel
-                    )
-                    pair.fill(*(pairs[matrix.name] if pairs else first_pair(matrix, lora.rank, seed)))
-                    stage.adapters.add(pair)
-                made.append((matrix, pair))
-            Delta(linear, made, stage.adapters.scale, arch)
+        for layer in stage.decoder.layers:
+            for parameter, parts in layers.get(layer.layer_number - 1, {}).items():
+                targets = [matrix.name in wanted for matrix in parts]
+                if not any(targets):
+                    continue
+                if parts[0].of_experts:
+                    assert all(targets), "the rules see to that"
+                    _attach_to_experts(stage, layer.mlp.experts, parts, values, lora.rank)
+                    continue
+                linear = layer.get_submodule(parameter.partition("{layer}.")[2].removesuffix(".weight"))
+                _attach_to_linear(stage, linear, parts, targets, values, lora.rank, arch)
         if stage.pre_process:
             stage.embedding.register_forward_hook(_with_gradient)
+
+
+Values = Callable[[Matrix], tuple[Tensor, Tensor]]
+
+
+def _attach_to_linear(
+    stage: Any,
+    linear: Any,
+    parts: Sequence[Matrix],
+    targets: Sequence[bool],
+    values: Values,
+    rank: int,
+    arch: Architecture,
+) -> None:
+    """Add pairs to a linear layer. parts: the matrices that make its weight; targets: which of them get one."""
+    made: list[tuple[Matrix, Pair | None]] = []
+    for matrix, wanted in zip(parts, targets, strict=True):
+        pair = None
+        if wanted:
+            pair = Pair(matrix, rank, like=linear.weight, sequence=stage.config.sequence_parallel)
+            pair.fill(*values(matrix))
+            stage.adapters.add(matrix.name, pair)
+        made.append((matrix, pair))
+    Delta(linear, made, stage.adapters.scale, arch)
+
+
+def _attach_to_experts(
+    stage: Any, experts: SequentialMLP, parts: Sequence[Matrix], values: Values, rank: int
+) -> None:
+    """Add pairs to one parameter of the experts of a layer. parts: the matrices of all experts of all ranks."""
+    name = parts[0].part.parameter.rpartition("{expert}.")[2].removesuffix(".weight")
+    linears = [expert.get_submodule(name) for expert in experts.local_experts]
+    pairs = ExpertPairs(parts, rank, linears[0].weight)
+    pairs.fill(values)
+    pairs.add_to(linears, stage.adapters.scale)
+    stage.adapters.add(pairs.name, pairs)
+    held = getattr(experts, "adapters", PairsOfExperts(None, None, stage.adapters.scale))
+    experts.adapters = held._replace(**{"first" if pairs.by_rows else "second": pairs})
 
 
 def _with_gradient(_embedding: Any, _inputs: Any, out: Tensor) -> Tensor:

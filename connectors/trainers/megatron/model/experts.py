@@ -24,6 +24,7 @@ from millrace.connectors.trainers.megatron.model.expert_rows import (
     rows_of,
     spread,
 )
+from millrace.connectors.trainers.megatron.model.grouped_adapters import grouped_with_adapters
 from millrace.connectors.trainers.megatron.model.grouped_experts import fits, grouped
 from millrace.connectors.trainers.ops.fused import in_plain_forms
 
@@ -88,6 +89,9 @@ def mixture(x: Tensor, weights: Tensor, chosen: Tensor, experts: SequentialMLP) 
     rows = rows_of(chosen, len(experts.local_experts))
     if _one_by_one or in_plain_forms() or not fits(experts):
         return _one_after_the_other(x, weights, rows, experts)
+    pairs = getattr(experts, "adapters", None)
+    if pairs is not None:
+        return grouped_with_adapters(x, weights, rows, experts, pairs)
     return grouped(x, weights, rows, experts)
 
 

@@ -81,7 +81,7 @@ def pack_weights(experts: SequentialMLP) -> None:
             parameter.data = place
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
+def together(parts: Sequence[Tensor]) -> Tensor:
     """The parts as one operand of a product, whose matrices start at multiples of 16 bytes: a view if possible, else a copy."""
     view = stacked(parts)
     if view is None or view.data_ptr() % ALIGNED or view.stride(0) * view.element_size() % ALIGNED:
@@ -96,12 +96,12 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         first, second, *biases = _kinds(parameters, settings.experts)
-        inner = grouped_mm(take_rows(x, rows.tokens), _together(first).mT, offs=rows.ends)
+        inner = grouped_mm(take_rows(x, rows.tokens), together(first).mT, offs=rows.ends)
         if biases:
-            inner += _together(biases[0])[rows.groups]
-        out = grouped_mm(activated(inner, settings.limit), _together(second).mT, offs=rows.ends)
+            inner += together(biases[0])[rows.groups]
+        out = grouped_mm(activated(inner, settings.limit), together(second).mT, offs=rows.ends)
         if biases:
-            out += _together(biases[1])[rows.groups]
+            out += together(biases[1])[rows.groups]
         ctx.save_for_backward(x, weights, inner)
         ctx.rows, ctx.settings, ctx.parameters = rows, settings, parameters
         return sum_rows(out, rows.places, weights)
@@ -113,10 +113,10 @@ class _Grouped(torch.autograd.Function):
         first, second, *biases = _kinds(ctx.parameters, settings.experts)
         grad = take_rows(grads[0].contiguous(), rows.tokens)
         of_rows = in_rows(weights, rows)
-        of_activated = grouped_mm(grad, _together(second), offs=rows.ends)
-        of_inner, activated, dots = _gate_backward(inner, of_activated, of_rows, settings.limit)
+        of_activated = grouped_mm(grad, together(second), offs=rows.ends)
+        of_inner, activated, dots = gate_backward(inner, of_activated, of_rows, settings.limit)
         if biases:
-            dots = dots + (grad.to(dots.dtype) * _together(biases[1])[rows.groups]).sum(-1)
+            dots = dots + (grad.to(dots.dtype) * together(biases[1])[rows.groups]).sum(-1)
         of_parameters: list[Tensor | None] = [None] * len(ctx.parameters)
         if first[0].requires_grad:  # else all are frozen: adapters of other layers train
             seconds = _added(second, grouped_mm(grad.mT, activated, offs=rows.ends), settings)
@@ -126,7 +126,7 @@ class _Grouped(torch.autograd.Function):
             firsts = _added(first, grouped_mm(of_inner.mT, taken, offs=rows.ends), settings)
             of_parameters = [*firsts, *seconds, *of_biases]
             del grad, taken
-        of_x = sum_rows(grouped_mm(of_inner, _together(first), offs=rows.ends), rows.places)
+        of_x = sum_rows(grouped_mm(of_inner, together(first), offs=rows.ends), rows.places)
         return of_x, dots[rows.places].to(weights.dtype), None, None, *of_parameters
 
 
@@ -160,7 +160,7 @@ def activated(x: Tensor, limit: float | None) -> Tensor:
     return fused.clamped_gate(x, limit)
 
 
-def _gate_backward(
+def gate_backward(
     x: Tensor, grad: Tensor, weights: Tensor, limit: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the activation's input [R, 2 h], weighted activations [R, h] and gradients of the weights [R].
