@@ -97,7 +97,8 @@ def targeted(arch: Architecture, targets: str) -> list[Matrix]:
     return [matrix for matrix in matrices(arch) if pattern.fullmatch(matrix.name)]
 
 
-UNMAPPED = "qwen2_moe"  # of the families whose experts transformers 5 holds in one tensor the only one that PEFT 0.21 does not map
+# transformers 5 holds its experts in one tensor, as of other families here, and PEFT 0.21 maps the names of all but this family
+UNMAPPED = "qwen2_moe"
 FUSED, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # the tensors of all experts
 FUSED_PATTERN, FUSED_RANKS = (
     r".*\.mlp\.experts\.gate_up_proj",

@@ -134,7 +134,7 @@ def _allowed_patterns(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_pairs(parameter: object) -> bool:
-    """Whether tensors of a parameter's adapters are named as those of a module: a linear layer's, and ours of all experts."""
+    """Whether a parameter's adapters have the names of a module's: a linear layer's have, and here also what holds all experts."""
     return isinstance(parameter, str) and (parameter.endswith("_proj.weight") or parameter in (FUSED, DOWN))
 
 

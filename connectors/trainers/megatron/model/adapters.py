@@ -44,7 +44,7 @@ class Adapters(Module):
             yield from pair.held()  # type: ignore[operator]
 
     def add(self, name: str, pair: Pair | ExpertPairs) -> None:
-        """Add a pair, or those of experts, under a name."""
+        """Add a pair, or the pairs of experts, under a name."""
         self.pairs[name.replace(".", "/")] = pair
 
     def sharded_state_dict(self, prefix: str) -> dict[str, Any]:

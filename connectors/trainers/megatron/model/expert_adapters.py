@@ -121,7 +121,7 @@ class ExpertPairs(Module):
 
 
 class PairsOfExperts(NamedTuple):
-    """The pairs of gate and up projections, and those of down projections, of the experts of a layer; and the factor of what they add."""
+    """The pairs of a layer's experts: of gate and up projections, and of down projections; and the factor of what they add."""
 
     first: ExpertPairs | None
     second: ExpertPairs | None
