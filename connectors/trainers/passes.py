@@ -1,7 +1,7 @@
 """Forward and backward passes of packs through one model of this rank, together with all other ranks; losses of held-out samples.
 
-Owns what every trainer does around a pass: which values are kept, and the sums of metrics over packs and ranks. How a pack goes
-through a model is the trainer's. Knows nothing of objectives, sets, files or versions.
+Owns what every trainer does around a pass: which values are kept, response tokens of context parallel ranks put together, and the
+sums of metrics over packs and ranks. How a pack goes through a model is the trainer's. Knows nothing of objectives, sets, files or versions.
 """
 
 import contextlib
@@ -57,6 +57,15 @@ class Passes(ABC):
             yield
         finally:
             self.replays = before
+
+    def gather_context_parallel(self, pack: Pack, local: Tensor) -> Tensor:
+        """Values of all context parallel ranks in the pack's order, [N] or [N, k]; gradients flow to this rank's values."""
+        if self.place.context_group is None:
+            return local  # already complete and in order
+        out = local.new_zeros(pack.count, *local.shape[1:]).index_put((pack.slots,), local)
+        others = out.detach().clone()
+        dist.all_reduce(others, group=self.place.context_group)
+        return out + (others - out.detach())
 
     def forward(self, packs: Sequence[Pack], head: Callable[[Pack, Tensor], Tensor]) -> Tensor | None:
         """The head's values of all response tokens, end to end, without gradients; None before the last stage."""
@@ -141,6 +150,14 @@ class LogprobPasses(Passes):
 
         others: also return log-probabilities [N, k] of the pack's other tokens.
         """
+
+    def gathered(self, pack: Pack, found: TokenLogprobs) -> TokenLogprobs:
+        """The values of all context parallel ranks, on each of them."""
+        return TokenLogprobs(
+            self.gather_context_parallel(pack, found.targets),
+            None if found.entropies is None else self.gather_context_parallel(pack, found.entropies),
+            None if found.others is None else self.gather_context_parallel(pack, found.others),
+        )
 
     @abstractmethod
     def router_losses(

@@ -11,6 +11,7 @@ from millrace.core.families.architecture import Architecture
 def problems(config: RunConfig, shape: Architecture, whose: str = "model") -> Iterator[Problem]:
     """What of a model, whose sizes these are, the layout cannot divide."""
     yield from _tensor(config, shape, whose)
+    yield from _context(config, shape, whose)
     yield from _delta_net(config, shape, whose)
     yield from stages.problems(config, shape.layers, whose)
     yield from _experts(config, shape, whose)
@@ -42,6 +43,17 @@ def _tensor(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Prob
             p.tensor_of_experts,
             f"does not divide the {whose}'s {shape.expert_ffn} channels of an expert",
             f"set trainer.parallel.expert_tensor to a divisor of {shape.expert_ffn}",
+        )
+
+
+def _context(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+    context = config.trainer.parallel.context
+    if config.trainer.kind == "fsdp" and shape.heads % context:
+        yield Problem(
+            "trainer.parallel.context",
+            context,
+            f"does not divide the {whose}'s {shape.heads} attention heads",
+            f"use a divisor of {shape.heads}: a rank of FSDP attends over whole samples with some of the heads",
         )
 
 

@@ -82,8 +82,9 @@ def _of_megatron(config: RunConfig) -> Iterator[Problem]:
     """Settings of megatron-core's trainer, which another does not read."""
     reason, remedy = config.trainer.not_megatron
     parallel, usual = config.trainer.parallel, Parallel()
+    own = ("context",) if config.trainer.kind == "fsdp" else ()
     for name in Parallel.model_fields:
-        if getattr(parallel, name) != getattr(usual, name):
+        if name not in own and getattr(parallel, name) != getattr(usual, name):
             yield Problem(f"trainer.parallel.{name}", getattr(parallel, name), reason, remedy)
     if config.trainer.optimizer.offload:
         yield Problem("trainer.optimizer.offload", config.trainer.optimizer.offload, reason, remedy)

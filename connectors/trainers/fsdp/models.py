@@ -31,17 +31,33 @@ from millrace.core.families.architecture import Architecture
 KIND = "fsdp"  # of the trainer, in complete.json
 
 
+def rank_place(config: RunConfig, device: torch.device) -> RankPlace:
+    """This rank's place: context parallel ranks have neighbouring numbers, so that they are of one host. Every rank must call it."""
+    world, rank, context = dist.get_world_size(), dist.get_rank(), config.trainer.parallel.context
+    if context == 1:
+        return RankPlace(data_rank=rank, data_size=world, data_group=dist.group.WORLD)
+    mesh = init_device_mesh(device.type, (world // context, context), mesh_dim_names=("data", "context"))
+    return RankPlace(
+        data_rank=rank // context,
+        data_size=world // context,
+        data_group=mesh.get_group("data"),
+        context_rank=rank % context,
+        context_group=mesh.get_group("context"),
+        reports=rank % context == 0,
+    )
+
+
 class FsdpLearner(Learner):
     """All models of this rank."""
 
     policy: TrainedFsdp
 
     def __init__(self, config: RunConfig, shape: Architecture | None, device: torch.device) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        place = RankPlace(data_rank=rank, data_size=world, data_group=dist.group.WORLD)
+        place = rank_place(config, device)
         super().__init__(config, shape, device, place)
-        self._mesh = init_device_mesh(device.type, (world,))
+        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model = shard(read_model(config, config.model.path, device), config, self._mesh, device)
+        model.context = place.context_group
         if config.trains_images:
             model.look(config, device)
         self.passes = FsdpPasses(config, model, place, device, self.temperature)
@@ -77,6 +93,7 @@ class FsdpLearner(Learner):
         assert folder is not None
         whole = read_model(self.config, folder, self.device, "algorithm.teacher")
         model = shard(whole, self.config, self._mesh, self.device, trains=False)
+        model.context = self.place.context_group
         passes = FsdpPasses(self.config, model, self.place, self.device, self.temperature)
         return Teacher(passes, model.vocab)
 

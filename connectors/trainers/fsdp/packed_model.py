@@ -40,6 +40,7 @@ class PackedModel(Module):
         self.sees = tower is not None
         self._tower = [tower]  # no part of the module: FSDP, optimizer and checkpoints have nothing of it
         self.sight: Sight | None = None
+        self.context: Any = None  # the group of context parallel ranks, if there are several
         kinds = set(inner._no_split_modules or ())
         # the blocks that FSDP gathers one after another, in order; what is outside of them belongs to the root
         self.units = [part for part in inner.modules() if type(part).__name__ in kinds]
@@ -53,11 +54,14 @@ class PackedModel(Module):
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
             use_cache=False,
-            bounds=pack.bounds,
-            starts=pack.starts,
-            longest=pack.longest,
+            **self._of_samples(pack),
         ).last_hidden_state
         return loss(hidden[0][:, None])
+
+    def _of_samples(self, pack: Pack) -> dict[str, Any]:
+        """What the attention of this module's package is told beside its tensors; transformers passes it on."""
+        told = {"bounds": pack.bounds, "starts": pack.starts, "longest": pack.longest}
+        return told if self.context is None else {**told, "context": self.context}
 
     def look(self, config: RunConfig, device: torch.device) -> None:
         """Let packs have pictures."""
@@ -70,7 +74,7 @@ class PackedModel(Module):
         positions = pack.position_ids.expand(4, -1)[:, None]
         more: dict[str, Any] = {}
         if self.sight is not None:
-            positions, places, features = self.sight.of(pack)
+            positions, places, features = self.sight.of(pack, self.context)
             if features:
                 embedded = embedded.index_copy(1, places, features[0].to(embedded.dtype)[None])
             if features[1:]:
@@ -81,9 +85,7 @@ class PackedModel(Module):
             inputs_embeds=embedded,
             position_ids=positions,
             use_cache=False,
-            bounds=pack.bounds,
-            starts=pack.starts,
-            longest=pack.longest,
+            **self._of_samples(pack),
             **more,
         ).last_hidden_state
         return hidden
@@ -128,8 +130,11 @@ def read_model(
 
 
 def _attention(config: RunConfig, device: torch.device) -> str:
-    packed = device.type == "cuda" and config.dtype != "float32"
-    return attention.register() if packed else "sdpa"
+    """The name of the attention function, as transformers knows it."""
+    attention.register()
+    if config.trainer.parallel.context > 1:
+        return attention.EXCHANGED
+    return attention.PACKED if device.type == "cuda" and config.dtype != "float32" else "sdpa"
 
 
 def _read(config: RunConfig, folder: str, device: torch.device, field: str, seeing: bool) -> Any:
@@ -167,12 +172,35 @@ def _read(config: RunConfig, folder: str, device: torch.device, field: str, seei
             where=f"{field} = {folder}",
             remedy="take a model whose layers are attention alone, or trainer.kind=megatron for a family that it has",
         )
+    if _attention(config, device) != "sdpa":
+        _check_replaceable(inner, config.trainer.parallel.context, f"{field} = {folder}")
     missing = sorted(told["missing_keys"])
     if missing:
         raise ConfigError(
             f"its files have no {missing[0]}", where=f"{field} = {folder}", remedy="take a whole checkpoint"
         )
     return inner
+
+
+def _check_replaceable(inner: Any, context: int, where: str) -> None:
+    """Raise ConfigError if the functions of `attention` do not compute what the model's own attention does."""
+    keys = inner.config.get_text_config()
+    other = sorted(set(getattr(keys, "layer_types", None) or ()) - attention.KINDS)
+    if other or not inner._supports_attention_backend:
+        kind = f"layers of {other[0]}" if other else "an attention that transformers does not let others compute"
+        raise ConfigError(
+            f"it has {kind}",
+            where=where,
+            remedy="take another model, or trainer.kind=megatron if it knows the family"
+            + (", or trainer.parallel.context=1" if context > 1 else ""),
+        )
+    heads = getattr(keys, "num_attention_heads", 0)
+    if not isinstance(heads, int) or not heads or heads % context:
+        raise ConfigError(
+            f"does not divide the {heads} attention heads of {where}",
+            where=f"trainer.parallel.context = {context}",
+            remedy="use a divisor of them",
+        )
 
 
 def _unread(folder: str, attention: str, types: Mapping[str, torch.dtype]) -> Any:

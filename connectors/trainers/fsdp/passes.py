@@ -75,7 +75,9 @@ class FsdpPasses(LogprobPasses):
         entropy_gradient: bool = True,
         others: bool = False,
     ) -> TokenLogprobs:
-        """Log-probabilities [N] of a pack's response tokens, and entropies. Only within the model's forward pass.
+        """Log-probabilities [N] of the whole pack's response tokens, and entropies, on every context parallel rank.
+
+        Only within the model's forward pass.
 
         others: also return log-probabilities [N, k] of the pack's other tokens.
         """
@@ -95,7 +97,7 @@ class FsdpPasses(LogprobPasses):
             if marks is None
             else marks.expand(len(pack.targets), -1),
         )
-        return found if marks is None else _without(found)
+        return self.gathered(pack, found if marks is None else _without(found))
 
     def router_losses(
         self, packs: Sequence[Pack], tokens: int, samples: int, sums: MetricSums

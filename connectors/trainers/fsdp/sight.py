@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import pad
 
 from millrace.connectors.storage.images import StoredImages, opened
 from millrace.connectors.storage.store import Store
 from millrace.connectors.trainers.compute_type import compute_type
-from millrace.connectors.trainers.packing import Pack
+from millrace.connectors.trainers.packing import Pack, zigzag_positions
 from millrace.core.config import RunConfig
 from millrace.core.families.images import ImageRules, image_rules
 
@@ -46,21 +47,37 @@ class Sight:
         self._device, self._dtype = device, compute
         self._kept: OrderedDict[str, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = OrderedDict()
 
-    def of(self, pack: Pack) -> SeenPack:
-        """The positions of a pack's tokens, and the features of its pictures. Raises MissingFileError if one of them is gone."""
+    def of(self, pack: Pack, context: Any = None) -> SeenPack:
+        """The positions of this rank's tokens of a pack, and the features of pictures that they stand for.
+
+        context: the group of context parallel ranks, if there are several. Raises MissingFileError if a picture is gone.
+        """
         parts, features = [], []
         for row, start, end in zip(pack.rows, pack.bounds, pack.bounds[1:], strict=False):
             seen = [self._seen(name) for name in row.images]
             found = torch.from_numpy(
                 self.rules.positions(row.tokens.tolist(), [grid for grid, _ in seen]).copy()
             )
-            assert end - start == found.shape[1], "samples are not padded here"
-            parts.append(found)
+            parts.append(pad(found, (0, end - start - found.shape[1])))
             features += [each for _, each in seen]
-        axes = torch.cat(parts, dim=1).to(self._device) if parts else pack.position_ids.expand(3, -1)
+        axes = torch.cat(parts, dim=1).to(self._device) if parts else None
         whole = tuple(torch.cat(each) for each in zip(*features, strict=True))
-        places = (pack.input_ids[0] == self.rules.token).nonzero()[:, 0] if whole else pack.places[:0]
+        marked = pack.input_ids[0] == self.rules.token
+        if context is not None:
+            own = zigzag_positions(pack.bounds, context.size(), context.rank()).to(self._device)
+            axes = None if axes is None else axes[:, own]
+            whole = self._of_tokens(pack, own[marked], whole)
+        axes = pack.position_ids.expand(3, -1) if axes is None else axes
+        places = marked.nonzero()[:, 0] if whole else pack.places[:0]
         return SeenPack(torch.cat([pack.position_ids, axes])[:, None], places, whole)
+
+    def _of_tokens(self, pack: Pack, tokens: Tensor, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The features of some of a pack's tokens that stand for pictures, of those of all."""
+        marked = torch.zeros(pack.bounds[-1], dtype=torch.bool)
+        for row, start in zip(pack.rows, pack.bounds, strict=False):
+            marked[start : start + len(row.tokens)] = torch.from_numpy(row.tokens == self.rules.token)
+        numbers = (marked.cumsum(0) - 1).to(self._device)
+        return tuple(each[numbers[tokens]] for each in whole)
 
     def _seen(self, name: str) -> tuple[tuple[int, int, int], tuple[Tensor, ...]]:
         """A picture's patches as a grid, and its features."""

@@ -1,7 +1,6 @@
 """Forward and backward passes of packs through one model of this rank, together with all other ranks.
 
-Owns megatron's schedule, and the assembly of response tokens over context parallel ranks. Knows nothing of objectives, sets, files
-or versions.
+Owns megatron's schedule. Knows nothing of objectives, sets, files or versions.
 """
 
 import contextlib
@@ -51,15 +50,6 @@ class ForwardBackward(Passes):
     def _train(self, mode: bool) -> None:
         for model in self.models:
             model.train(mode)
-
-    def gather_context_parallel(self, pack: Pack, local: Tensor) -> Tensor:
-        """Values of all context parallel ranks in the pack's order, [N] or [N, k]; gradients flow to this rank's values."""
-        if self.config.trainer.parallel.context == 1:
-            return local  # already complete and in order
-        out = local.new_zeros(pack.count, *local.shape[1:]).index_put((pack.slots,), local)
-        others = out.detach().clone()
-        dist.all_reduce(others, group=mpu.get_context_parallel_group())
-        return out + (others - out.detach())
 
     def _run(
         self, packs: Sequence[Pack], loss: Callable[[Pack, Tensor], Tensor], *, forward_only: bool
@@ -184,11 +174,7 @@ class LogprobForwardBackward(ForwardBackward, LogprobPasses):
             entropy_gradient=entropy_gradient,
             others=pack.others if others else None,
         )
-        return TokenLogprobs(
-            self.gather_context_parallel(pack, found.targets),
-            None if found.entropies is None else self.gather_context_parallel(pack, found.entropies),
-            None if found.others is None else self.gather_context_parallel(pack, found.others),
-        )
+        return self.gathered(pack, found)
 
     @contextlib.contextmanager
     def router_losses(

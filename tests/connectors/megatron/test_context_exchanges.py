@@ -59,7 +59,7 @@ def sent(rank: Any, url: str) -> tuple[int, dict[str, int]]:
     """A rank's tokens in a forward pass over a batch, and how many numbers it sends in it to others, by collective."""
     import torch.distributed as dist
 
-    from millrace.connectors.trainers.megatron.model import context_parallel
+    from millrace.connectors.trainers import context_parallel
     from millrace.connectors.trainers.packing import make_packs
 
     counts: Counter[str] = Counter()

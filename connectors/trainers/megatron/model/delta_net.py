@@ -23,8 +23,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
+from millrace.connectors.trainers.context_parallel import heads_to_tokens, tokens_to_heads
 from millrace.connectors.trainers.megatron.model.attention import PackBounds
-from millrace.connectors.trainers.megatron.model.context_parallel import heads_to_tokens, tokens_to_heads
 from millrace.connectors.trainers.megatron.model.delta_rule import gated_delta_rule, short_convolution
 from millrace.connectors.trainers.megatron.model.layers import Norm
 from millrace.core.families.decoder import PROJECTED

@@ -22,8 +22,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from millrace.connectors.trainers.context_parallel import gather_sequences, tokens_to_heads
 from millrace.connectors.trainers.megatron.model.attention import PackBounds, PackedAttention
-from millrace.connectors.trainers.megatron.model.context_parallel import gather_sequences, tokens_to_heads
 from millrace.connectors.trainers.megatron.model.layers import Norm, OverPacks
 from millrace.connectors.trainers.ops import fused
 from millrace.core.families.architecture import Architecture
