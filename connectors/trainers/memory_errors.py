@@ -34,9 +34,15 @@ def out_of_memory(call: str, rank: int, config: RunConfig, reason: str) -> Train
         stronger = "selective or full" if t.recompute == "none" and t.by_megatron else "full"
         remedies.append(f"trainer.recompute (now {t.recompute}: {stronger})")
     remedies.append(f"trainer.logprob_chunk_tokens (now {t.logprob_chunk_tokens}: lower it)")
-    if t.by_megatron and t.optimizer.distributed and t.optimizer.offload < 1:
+    if t.rank is None and t.optimizer.distributed and t.optimizer.offload < 1:
         remedies.append(f"trainer.optimizer.offload (now {t.optimizer.offload:g}: raise it)")
-    split = "trainer.parallel.tensor, .pipeline or .context" if t.by_megatron else "trainer.world_size"
+    split = "trainer.world_size"
+    if t.rank is None:
+        split = (
+            "trainer.parallel.tensor, .pipeline or .context"
+            if t.by_megatron
+            else f"{split} or .parallel.context"
+        )
     remedies.append(f"{split} (more GPUs a model)")
     if config.placement.colocate:
         share = config.engines.sglang.get("mem_fraction_static", "its default")

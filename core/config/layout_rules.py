@@ -11,7 +11,7 @@ from millrace.core.families.architecture import Architecture
 def problems(config: RunConfig, shape: Architecture, whose: str = "model") -> Iterator[Problem]:
     """What of a model, whose sizes these are, the layout cannot divide."""
     yield from _tensor(config, shape, whose)
-    yield from _context(config, shape, whose)
+    yield from heads_problems(config, shape.heads, whose)
     yield from _delta_net(config, shape, whose)
     yield from stages.problems(config, shape.layers, whose)
     yield from _experts(config, shape, whose)
@@ -46,14 +46,15 @@ def _tensor(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Prob
         )
 
 
-def _context(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+def heads_problems(config: RunConfig, heads: int, whose: str = "model") -> Iterator[Problem]:
+    """Heads of attention that FSDP's context parallel ranks cannot share."""
     context = config.trainer.parallel.context
-    if config.trainer.kind == "fsdp" and shape.heads % context:
+    if config.trainer.kind == "fsdp" and heads % context:
         yield Problem(
             "trainer.parallel.context",
             context,
-            f"does not divide the {whose}'s {shape.heads} attention heads",
-            f"use a divisor of {shape.heads}: a rank of FSDP attends over whole samples with some of the heads",
+            f"does not divide the {whose}'s {heads} attention heads",
+            f"use a divisor of {heads}: a rank of FSDP attends over whole samples with some of the heads",
         )
 
 

@@ -26,6 +26,12 @@ class Parallel(Section):
         description="Virtual stages (vpp): parts of the model that each rank of a pipeline holds, so that ranks wait less for each other.",
     )
     context: int = Field(1, ge=1, description="Context parallel size (cp).")
+    replicate: int = Field(
+        1,
+        ge=1,
+        description="Copies of the weights and of the optimizer's state (HSDP; the mesh's `replicate`), with trainer.kind=fsdp: each "
+        "is cut over world_size / replicate ranks, and gradients are summed over copies too.",
+    )
     expert: Annotated[int, FROM_PRESET] = Field(1, ge=1, description="Expert parallel size (ep).")
     expert_tensor: int | None = Field(
         None,
@@ -59,7 +65,8 @@ class Optimizer(Section):
         le=1,
         description="Fraction of the parameters whose optimizer state and fp32 weights are in the host's memory, also while they are "
         "stepped: by AdamW on the CPU, with gradients on their way to it and weights on their way back meanwhile. A rank "
-        "takes 12 bytes a parameter less of GPU memory; the plan says how long a step waits.",
+        "takes 12 bytes a parameter less of GPU memory, or 8 with trainer.kind=fsdp, which keeps its fp32 weights there too; the plan says "
+        "how long a step waits.",
     )
 
 

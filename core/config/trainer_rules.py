@@ -20,6 +20,12 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         )
     if config.trainer.by_megatron:
         yield from layout_problems(config)
+        if config.trainer.parallel.replicate > 1:
+            yield config.problem(
+                "trainer.parallel.replicate",
+                "megatron-core's trainer has a copy of the weights on each data parallel rank",
+                "leave it out, or set trainer.kind=fsdp",
+            )
         yield from megatron_options.problems(config)
     else:
         yield from _of_megatron(config)
@@ -82,11 +88,11 @@ def _of_megatron(config: RunConfig) -> Iterator[Problem]:
     """Settings of megatron-core's trainer, which another does not read."""
     reason, remedy = config.trainer.not_megatron
     parallel, usual = config.trainer.parallel, Parallel()
-    own = ("context",) if config.trainer.kind == "fsdp" else ()
+    own = ("context", "replicate") if config.trainer.kind == "fsdp" else ()
     for name in Parallel.model_fields:
         if name not in own and getattr(parallel, name) != getattr(usual, name):
             yield Problem(f"trainer.parallel.{name}", getattr(parallel, name), reason, remedy)
-    if config.trainer.optimizer.offload:
+    if config.trainer.optimizer.offload and not own:
         yield Problem("trainer.optimizer.offload", config.trainer.optimizer.offload, reason, remedy)
     for section in ("megatron", "megatron_optimizer", "megatron_ddp"):
         for name, value in getattr(config.trainer, section).items():
@@ -99,6 +105,19 @@ def _of_fsdp(config: RunConfig) -> Iterator[Problem]:
     if t.rank is not None:
         yield config.problem(
             "trainer.rank", "it names your trainer, and trainer.kind another", "remove one of them"
+        )
+    world, p = t.world_size, t.parallel
+    if world % p.context:
+        yield config.problem(
+            "trainer.parallel.context",
+            f"does not divide trainer.world_size = {world}",
+            "use a divisor of it, or raise trainer.world_size",
+        )
+    if world % p.replicate:
+        yield config.problem(
+            "trainer.parallel.replicate",
+            f"does not divide trainer.world_size = {world}",
+            "use a divisor of it, or raise trainer.world_size",
         )
     if t.recompute == "selective":
         yield config.problem(

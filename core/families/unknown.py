@@ -16,6 +16,7 @@ class UnknownModel:
     family: str  # model_type
     vocab: int
     positions: int
+    heads: int | None  # of attention; None: the file does not say
 
 
 def shape_of(folder: str, field: str = "model.path") -> Architecture | None:
@@ -36,4 +37,10 @@ def read_unknown(folder: str, field: str = "model.path") -> UnknownModel:
     for key, kind in (("model_type", str), ("vocab_size", int), ("max_position_embeddings", int)):
         if not isinstance(keys.get(key), kind):
             raise ConfigError(f"config.json has no {key}", where=where, remedy=WHOLE)
-    return UnknownModel(keys["model_type"], keys["vocab_size"], keys["max_position_embeddings"])
+    heads = keys.get("num_attention_heads")
+    return UnknownModel(
+        keys["model_type"],
+        keys["vocab_size"],
+        keys["max_position_embeddings"],
+        heads if isinstance(heads, int) else None,
+    )

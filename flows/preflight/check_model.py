@@ -121,6 +121,7 @@ def _is_unknown(config: RunConfig, path: str, found: ReadModel) -> Generator[Pro
         yield Problem("model.path", path, error.reason, error.remedy or GET)
         return True
     yield from _stored_type(config, path, found)
+    yield from layout_rules.heads_problems(config, found.unknown.heads or 0)
     yield from _positions(config, found.unknown, "model")
     yield from _token_ids(config, found.unknown, "model")
     return True

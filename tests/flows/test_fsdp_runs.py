@@ -71,4 +71,5 @@ def test_a_run_goes_on_with_another_number_of_ranks(workplace: Workplace, tmp_pa
     same, grown = (tmp_path / root / "a" for root in ("same", "grown"))
     assert trained(grown) == trained(same)
     for name, tensor in load(exported(same, 3)).items():
-        assert torch.allclose(load(exported(grown, 3))[name], tensor, rtol=1e-4, atol=1e-6), name
+        # a hundredth of the learning rate, which is what AdamW moves a weight by, however small its gradient
+        assert torch.allclose(load(exported(grown, 3))[name], tensor, rtol=0, atol=1e-5), name

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
     load,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from millrace.connectors.trainers.checkpoint.files_of_ranks import read_files, write_files
@@ -47,6 +47,19 @@ def rank_place(config: RunConfig, device: torch.device) -> RankPlace:
     )
 
 
+def weights_mesh(config: RunConfig, device: torch.device) -> tuple[DeviceMesh, Any]:
+    """The mesh over which weights are cut, and the group of ranks that together have all of them once. Every rank must call it.
+
+    With trainer.parallel.replicate the mesh has a dimension more, over which weights are equal. Ranks with neighbouring numbers share
+    the weights, so that blocks are gathered within a host.
+    """
+    world, copies = dist.get_world_size(), config.trainer.parallel.replicate
+    if copies == 1:
+        return init_device_mesh(device.type, (world,)), dist.group.WORLD
+    mesh = init_device_mesh(device.type, (copies, world // copies), mesh_dim_names=("replicate", "shard"))
+    return mesh, mesh.get_group("shard")
+
+
 class FsdpLearner(Learner):
     """All models of this rank."""
 
@@ -55,14 +68,14 @@ class FsdpLearner(Learner):
     def __init__(self, config: RunConfig, shape: Architecture | None, device: torch.device) -> None:
         place = rank_place(config, device)
         super().__init__(config, shape, device, place)
-        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._mesh, shards = weights_mesh(config, device)
         model = shard(read_model(config, config.model.path, device), config, self._mesh, device)
         model.context = place.context_group
         if config.trains_images:
             model.look(config, device)
         self.passes = FsdpPasses(config, model, place, device, self.temperature)
         self.reference = self._reference(model) if self.objective.needs_ref else None
-        self.policy = TrainedFsdp(model, config, config.trainer.optimizer.lr)
+        self.policy = TrainedFsdp(model, config, config.trainer.optimizer.lr, shards)
         self.critic = None
         self.teacher = self._teacher() if self.algorithm.teacher_held else None
 
@@ -99,7 +112,9 @@ class FsdpLearner(Learner):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of tensors that this rank saves."""
+        """Bytes of tensors that this rank saves. Of ranks with equal weights the first saves them."""
+        if dist.get_rank() >= dist.get_world_size() // self.config.trainer.parallel.replicate:
+            return 0
         reference = sum(held(each).nbytes for each in self.policy.parameters)
         return self.policy.checkpoint_bytes + (reference if "reference" in self.checkpoint_parts else 0)
 
@@ -123,7 +138,10 @@ class FsdpLearner(Learner):
 
     def write(self, folder: Path, version: int, writer: FileSystemWriter | None = None) -> None:
         """Write this rank's parts of weights and moments."""
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # of equal parts the lowest rank writes its own
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
         write_files(self._tensors(), folder, planner, writer)
 
     def read(self, folder: Path, files: set[str], marker: dict[str, Any], url: str) -> int:
@@ -137,7 +155,7 @@ class FsdpLearner(Learner):
         read_files(folder, files, into_tensors)
         self.drop_iteration()
         self.policy.zero_grad()
-        self.policy.set_steps(int(marker["schedule"]["num_steps"]))
+        self.policy.go_on_after(int(marker["schedule"]["num_steps"]))
         torch.set_rng_state(tensors["rng"])
         algorithm = marker["algorithm"]
         self.kl_controller.restore(algorithm["kl_controller"])

@@ -187,7 +187,9 @@ def _check_replaceable(inner: Any, context: int, where: str) -> None:
     keys = inner.config.get_text_config()
     other = sorted(set(getattr(keys, "layer_types", None) or ()) - attention.KINDS)
     if other or not inner._supports_attention_backend:
-        kind = f"layers of {other[0]}" if other else "an attention that transformers does not let others compute"
+        kind = (
+            f"layers of {other[0]}" if other else "an attention that transformers does not let others compute"
+        )
         raise ConfigError(
             f"it has {kind}",
             where=where,

@@ -39,9 +39,13 @@ class FsdpRank(LearnerRank):
         return process.join(self.config, self.rank, self.world_size, master, meeting)
 
     def _leave(self) -> None:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
         from millrace.connectors.trainers import process
 
         process.leave()
+        # PyTorch keeps what it found for a mesh, and takes an equal mesh of the next ranks for it, whose groups have other names
+        _clear_sharding_prop_cache()
 
     def _build(self) -> None:
         from millrace.connectors.trainers.fsdp.models import FsdpLearner

@@ -5,6 +5,7 @@ Owns the order of an optimizer step: all checks that may refuse it come before a
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from millrace.connectors.trainers.frozen_models import held
+from millrace.connectors.trainers.fsdp.host_adamw import HostAdamW
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel
 from millrace.connectors.trainers.memory_errors import pinned
 from millrace.core.algorithms.learning_rate import learning_rate
@@ -53,8 +55,10 @@ class StepSchedule:
 class TrainedFsdp:
     """A model with its optimizer."""
 
-    def __init__(self, inner: PackedModel, config: RunConfig, lr: float) -> None:
+    def __init__(self, inner: PackedModel, config: RunConfig, lr: float, sharded_over: Any) -> None:
+        """sharded_over: the group of ranks that together have all weights once."""
         self.inner = inner
+        self._sharded_over = sharded_over
         self.lr = 0.0  # learning rate of the last step
         self.schedule = StepSchedule(config, lr, config.trainer.schedule)
         o = config.trainer.optimizer
@@ -77,6 +81,10 @@ class TrainedFsdp:
         for each in self.parameters:  # there before the first step, so that every checkpoint has them
             zeros = {name: torch.zeros_like(each, requires_grad=False) for name in MOMENTS}
             self.optimizer.state[each] = {"step": self._steps_made(0), **zeros}
+        self.host: HostAdamW | None = None
+        if o.offload:
+            self.host = HostAdamW(self.parameters, o.offload, config.trainer.threads)
+            self.host.take_over(self.optimizer)
         self._norm = 0.0
         self._host: dict[
             tuple[Parameter, str], tuple[int, Tensor]
@@ -86,11 +94,13 @@ class TrainedFsdp:
         device = self.parameters[0].device if self.parameters[0].is_cuda else "cpu"
         return torch.tensor(float(count), dtype=torch.float32, device=device)
 
-    def set_steps(self, count: int) -> None:
-        """Go on after so many steps."""
+    def go_on_after(self, count: int) -> None:
+        """Go on after so many steps, whose weights and moments have been read."""
         self.schedule.num_steps = count
         for each in self.parameters:
-            self.optimizer.state[each]["step"] = self._steps_made(count)
+            self.optimizer.state[each]["step"].fill_(count)
+        if self.host is not None:
+            self.host.read_weights()
 
     def zero_grad(self) -> None:
         """Forget gradients, also after a refused step."""
@@ -117,8 +127,8 @@ class TrainedFsdp:
         square = torch.zeros((), dtype=torch.float32, device=device)
         if parts:
             square = torch.stack(torch._foreach_norm(parts)).square().sum()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(square)
+        if self._sharded_over.size() > 1:
+            dist.all_reduce(square, group=self._sharded_over)
         self._norm = float(square.sqrt())
         return self._norm
 
@@ -128,8 +138,11 @@ class TrainedFsdp:
         made_with: the recorded numbers of a step that is repeated; they replace the configuration's.
         """
         with self._numbers(made_with) as clip:
-            if clip > 0 and (scale := clip / (self._norm + 1e-6)) < 1:
-                torch._foreach_mul_(self._gradients(), scale)
+            if self.host is not None:
+                self.host.norm = self._norm
+                self.host.step(clip)
+            if clip > 0 and (scale := clip / (self._norm + 1e-6)) < 1 and (kept := self._gradients()):
+                torch._foreach_mul_(kept, scale)
             self.optimizer.step()
         self.schedule.num_steps += 1
         self.zero_grad()
@@ -185,6 +198,8 @@ class TrainedFsdp:
             for each in self.parameters:
                 for name in MOMENTS:
                     moment = held(self.optimizer.state[each][name])
+                    if not moment.is_cuda:  # of a parameter that the host steps
+                        continue
                     copy = pinned(moment.nbytes).view(moment.dtype).view(moment.shape)
                     copy.copy_(moment, non_blocking=True)
                     copies[each, name] = moment.untyped_storage().nbytes(), copy

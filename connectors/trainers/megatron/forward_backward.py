@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel as tp
 from megatron.core.pipeline_parallel import get_forward_backward_func

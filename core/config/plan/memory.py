@@ -123,6 +123,9 @@ def _of_fullest_rank(config: RunConfig, shape: Architecture) -> tuple[int, int, 
 def _copies(config: RunConfig) -> tuple[int, int]:
     """The ranks that share the optimizer state of a parameter, and of an expert's."""
     t = config.trainer
+    if t.kind == "fsdp":
+        shards = t.world_size // t.parallel.replicate
+        return shards, shards
     if not t.optimizer.distributed:
         return 1, 1
     # ranks with other experts share none of their states
@@ -131,8 +134,9 @@ def _copies(config: RunConfig) -> tuple[int, int]:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Bytes of optimizer state to a parameter: two moments, and the fp32 weight beside one in bfloat16."""
-    return 2 * FP32 + (FP32 if config.dtype == "bfloat16" else 0)
+    """Bytes of optimizer state to a parameter: two moments, and megatron-core's fp32 weight beside one in bfloat16."""
+    beside = config.dtype == "bfloat16" and config.trainer.kind != "fsdp"
+    return 2 * FP32 + (FP32 if beside else 0)
 
 
 def stepped_on_host(config: RunConfig, shape: Architecture) -> int:
@@ -147,13 +151,14 @@ def stepped_on_host(config: RunConfig, shape: Architecture) -> int:
 def _fsdp_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     """Memory of a rank of FSDP: its share of all state, and what it gathers to compute."""
     t, width = config.trainer, 2 if config.dtype == "bfloat16" else 4
-    share = -(-shape.parameters // t.world_size)
+    shards, _ = _copies(config)
+    share = -(-shape.parameters // shards)
     outside = shape.embedding * (1 if shape.tied else 2)
     layer = (shape.parameters - outside) // shape.layers
     parts = [
-        MemoryPart(f"weights, fp32, 1/{t.world_size}", share * FP32),
-        MemoryPart(f"gradients, fp32, 1/{t.world_size}", share * FP32),
-        MemoryPart(f"optimizer, fp32, 1/{t.world_size}", share * 2 * FP32),
+        MemoryPart(f"weights, fp32, 1/{shards}", share * FP32),
+        MemoryPart(f"gradients, fp32, 1/{shards}", share * FP32),
+        *_optimizer(config, shape.parameters, 0),
         # of the embedding, the output layer and two layers, with their gradients
         MemoryPart(f"gathered weights, {config.dtype}", (outside + 2 * layer) * (width + FP32)),
         MemoryPart("activations of a pack (estimate)", _activations(config, shape, width)),
@@ -165,7 +170,7 @@ def _fsdp_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     if config.algorithm.kl_coef > 0:
         parts.append(MemoryPart("the policy, put aside for the reference", share * FP32))
     if config.algorithm.teacher:
-        parts.append(MemoryPart("teacher", -(-_teacher(config, width) // t.world_size)))
+        parts.append(MemoryPart("teacher", -(-_teacher(config, width) // shards)))
     return parts
 
 
@@ -199,8 +204,9 @@ def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[
     """Host memory that ranks on GPUs use, of all ranks together. Empty without a trainer, or with a trainer on the CPU."""
     if layout.device != "cuda" or not layout.world_size:
         return []
-    weights, states = saved_bytes(config, shape)
+    _, states = saved_bytes(config, shape)
     offload = config.trainer.optimizer.offload
+    states *= config.trainer.parallel.replicate  # each copy's ranks hold them
     parts = []
     if offload:
         # the host has an fp32 weight beside the model's own, also if that is in fp32
@@ -210,7 +216,8 @@ def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[
     if config.trainer_offloads and offload < 1:
         parts.append(MemoryPart("optimizer while engines generate, fp32", ceil((1 - offload) * states)))
     if config.saves_in_background and config.checkpoint.every < config.run.iterations:
-        parts.append(MemoryPart("a checkpoint that is being written", weights + states))
+        saved = sum(saved_bytes(config, shape))
+        parts.append(MemoryPart("a checkpoint that is being written", saved))
     return parts
 
 
@@ -220,7 +227,7 @@ def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
     critic = critic_shape(config, shape)
     trained = (_adapters(config, shape) or shape.parameters) + (critic.parameters if critic else 0)
     if config.trainer.kind == "fsdp":  # the weights are the optimizer's own
-        return trained * FP32, trained * 2 * FP32
+        return trained * FP32, trained * state_bytes(config)
     return trained * width, trained * state_bytes(config)
 
 

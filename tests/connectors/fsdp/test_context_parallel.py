@@ -11,7 +11,7 @@ import torch
 
 from tests.connectors.fsdp.test_fsdp_trainer import fsdp, gradients
 from tests.support.slow_members import slow_but
-from tests.support.trainer_ranks import RankFailedError, Workers, log_probabilities
+from tests.support.trainer_ranks import Workers
 
 FAMILIES = ["qwen3", "llama", "gemma3", "qwen3_moe", "deepseek_v3"]
 LAYOUTS = {"cp 2": (2, 2), "cp 2 x dp 2": (4, 2)}  # ranks, and how many of them are context parallel

@@ -49,9 +49,9 @@ def test_only_what_can_still_be_changed_is_named(recompute: str, remedy: str | N
 def test_fsdp_names_only_what_it_takes() -> None:
     text = message(kind="fsdp")
     assert "trainer.recompute (now none: full)" in text
-    assert "trainer.world_size (more GPUs a model)" in text
-    assert "trainer.parallel" not in text
-    assert "trainer.optimizer.offload" not in text
+    assert "trainer.world_size or .parallel.context (more GPUs a model)" in text
+    assert "tensor" not in text
+    assert "trainer.optimizer.offload (now 0: raise it)" in text
 
 
 @pytest.mark.parametrize("offload_engines", [True, False])

@@ -14,6 +14,9 @@ from tests.support.trainer_ranks import VOCAB, Group, Workers, configuration, sa
 TRAINERS: dict[str, dict[str, Any]] = {
     "megatron": {},
     "fsdp": {"kind": "fsdp"},
+    "fsdp of one context": {"kind": "fsdp", "parallel": {"context": 2}},
+    "fsdp in copies": {"kind": "fsdp", "parallel": {"replicate": 2}},
+    "fsdp, stepped on the host": {"kind": "fsdp", "optimizer": {"offload": 1.0}},
     "bigram": {"rank": "tests.support.bigram_rank:BigramRank"},
 }
 
@@ -51,6 +54,9 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("bigram", 2),
         pytest.param(("megatron", 2), marks=pytest.mark.slow),
         pytest.param(("fsdp", 1), marks=pytest.mark.slow),
+        pytest.param(("fsdp of one context", 2), marks=pytest.mark.slow),
+        pytest.param(("fsdp in copies", 2), marks=pytest.mark.slow),
+        pytest.param(("fsdp, stepped on the host", 2), marks=pytest.mark.slow),
         pytest.param(("bigram", 1), marks=pytest.mark.slow),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",

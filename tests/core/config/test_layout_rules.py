@@ -35,13 +35,13 @@ def shape(kind: str, **changes: Any) -> Architecture:
 DENSE, MIXTURE = shape("qwen3"), shape("qwen3_moe", **EXPERTS)
 
 
-def config(parallel: dict[str, Any], options: dict[str, Any]) -> RunConfig:
+def config(parallel: dict[str, Any], options: dict[str, Any], **trainer: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "a"},
             "model": {"path": "m"},
             "data": {"sources": [{"path": "p"}]},
-            "trainer": {"world_size": 64, "parallel": parallel, "megatron": options},
+            "trainer": {"world_size": 64, "parallel": parallel, "megatron": options, **trainer},
         }
     )
 
@@ -130,6 +130,16 @@ def test_what_does_not_divide_is_named(
     assert problem.field == field
     assert words in problem.reason
     assert problem.remedy
+
+
+def test_heads_that_fsdps_context_parallel_ranks_cannot_share_are_named() -> None:
+    """Heads of keys are repeated if there are fewer than ranks."""
+    for context in (2, 3, 6):
+        assert list(problems(config({"context": context}, {}, kind="fsdp"), DENSE)) == []
+    (problem,) = problems(config({"context": 4}, {}, kind="fsdp"), DENSE)
+    assert (problem.field, problem.value) == ("trainer.parallel.context", 4)
+    assert "6 attention heads" in problem.reason
+    assert list(problems(config({"context": 4}, {}), DENSE)) == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.trainers.megatron.optim.host_adamw import CHUNK, SLOTS
+from millrace.connectors.trainers.host_adamw import CHUNK, SLOTS
 from millrace.core.config.plan import make_plan, parameters_of_rank
 from millrace.core.config.plan.memory import BYTES_PER_LOGPROB
 from millrace.core.config.plan.offload import host_step
@@ -171,6 +171,27 @@ def test_a_fraction_of_the_optimizer_state_moves_from_the_gpus_to_the_host(
     assert [part.size for part in plan.host_memory] == [
         ways if size is None else size * each for size in on_host
     ]
+
+
+def test_a_rank_of_fsdp_has_its_share_of_a_copy_of_all_state(tmp_path: Path) -> None:
+    """Fp32 weights stay on the GPU; each of two copies has its own moments."""
+    given = ["trainer.kind=fsdp", "model.dtype=bfloat16", "engines.kind=sglang", "placement.colocate=true"]
+    given += ["trainer.world_size=4", "engines.count=4", "checkpoint.every=2"]
+    each = architecture(QWEN3_06B).parameters
+    for copies, offload, of_a_rank, on_host in (
+        (1, 0, [4, 4, 8], [8, 12]),
+        (2, 0, [8, 8, 16], [16, 12]),
+        (2, 1, [8, 8], [24, None, 12]),
+    ):
+        split = [f"trainer.parallel.replicate={copies}", f"trainer.optimizer.offload={offload}"]
+        plan = make_plan(config(tmp_path, *given, *split), gpus=4)
+        states = [part.size for part in plan.trainer_memory if part.name.endswith(f"fp32, 1/{4 // copies}")]
+        assert states == [pytest.approx(size * each / 4, rel=1e-6) for size in of_a_rank]
+        kept = [part.size for part in plan.host_memory if "on their way" not in part.name]
+        assert kept == [size * each for size in on_host if size is not None]
+    step = host_step(config(tmp_path, *given, "trainer.optimizer.offload=1"), architecture(QWEN3_06B), 16)
+    assert step is not None
+    assert step.gradients == pytest.approx(4 * each / 4)
 
 
 def test_a_step_waits_for_the_slower_of_adamw_on_the_host_and_pcie(tmp_path: Path) -> None:

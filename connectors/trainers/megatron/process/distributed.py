@@ -46,9 +46,7 @@ def rank_place() -> RankPlace:
         data_size=mpu.get_data_parallel_world_size(),
         data_group=mpu.get_data_parallel_group(),
         context_rank=context,
-        context_group=mpu.get_context_parallel_group()
-        if mpu.get_context_parallel_world_size() > 1
-        else None,
+        context_group=mpu.get_context_parallel_group() if mpu.get_context_parallel_world_size() > 1 else None,
         reports=mpu.get_tensor_model_parallel_rank() == 0 and context == 0,
         last_stage=bool(mpu.is_pipeline_last_stage()),
     )
