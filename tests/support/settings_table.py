@@ -171,7 +171,9 @@ ROWS: dict[str, Row] = {
             "megatron_ddp",
         ),
         "trainer.optimizer.offload",
-        *_under("trainer.parallel", "tensor pipeline virtual context replicate expert expert_tensor sequence"),
+        *_under(
+            "trainer.parallel", "tensor pipeline virtual context replicate expert expert_tensor sequence"
+        ),
         *_under(
             "engines",
             "kind host start_timeout_s restarts count gpus nodes prefill sglang threads max_running",

@@ -122,8 +122,9 @@ def read_model(
 
     types = on_every_rank(read)[0]
     inner = found[0] if found else _unread(folder, _attention(config, device), types)
-    tower = inner.model.visual if seeing else None
+    tower: Any = inner.model.visual if seeing else None
     if seeing:
+        tower.set_attn_implementation("sdpa")  # of whole pictures, which are no samples of a pack
         inner.model.visual = None
     # dropout is never used: two passes of one token must agree
     return PackedModel(inner.eval(), tower)

@@ -38,7 +38,7 @@ def held(rank: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"schedule": policy.schedule.num_steps}
     for name, each in policy.inner.named_parameters():
         state = policy.optimizer.state[each]
-        found[name] = {key: value.to_local().clone() for key, value in zip(MOMENTS, map(state.get, MOMENTS))}
+        found[name] = {moment: state[moment].to_local().clone() for moment in MOMENTS}
         found[name] |= {"main": each.detach().to_local().clone(), "step": state["step"].clone()}
     return found
 

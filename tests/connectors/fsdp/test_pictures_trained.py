@@ -127,13 +127,14 @@ def test_reference_answers_and_texts_have_the_whole_vocabulary(
         assert trained == pytest.approx(sum(expected) / sum(int(mask.sum()) for mask in masks), rel=1e-5)
 
 
+@pytest.mark.parametrize("parallel", [{}, {"context": 2}], ids=["data", "context"])
 def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
-    workers: Workers, folder: Path, rules: ImageRules, tmp_path: Path
+    workers: Workers, folder: Path, rules: ImageRules, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
     pictures = stored(tmp_path / "runs", rules)
     made = rows(rules, pictures)
     url = write_batch(tmp_path / "batch", made)
-    with workers.group(seeing(folder, tmp_path / "runs")) as group:
+    with workers.group(seeing(folder, tmp_path / "runs", parallel=parallel)) as group:
         found = group.run(log_probabilities, url)[0]
         ours = group.run(gradients, url)[0]
         group.call("export", str(tmp_path / "out"), 0)
