@@ -27,7 +27,7 @@ CHUNK = 2**24  # elements: 64 MiB of gradients
 SLOTS = 2  # chunks between GPU and host at once
 
 
-class Shard(Protocol):
+class SteppedShard(Protocol):
     """What a rank steps of one parameter, all flat: its fp32 weights, its gradient, and where its weights go on the GPU."""
 
     @property
@@ -43,7 +43,7 @@ class Shard(Protocol):
         """The model's weights."""
 
 
-AnyShard = TypeVar("AnyShard", bound=Shard)
+AnyShard = TypeVar("AnyShard", bound=SteppedShard)
 StateOf = Callable[[Any], Mapping[str, Tensor]]  # of a shard: flat moments, and the number of steps
 
 
@@ -51,7 +51,7 @@ StateOf = Callable[[Any], Mapping[str, Tensor]]  # of a shard: flat moments, and
 class ChunkSlice:
     """Elements `own` of a shard, which are elements `at` of their chunk. group: the shard's, of Adam."""
 
-    shard: Shard
+    shard: SteppedShard
     group: dict[str, Any]
     own: slice
     at: slice

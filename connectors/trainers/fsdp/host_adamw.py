@@ -29,7 +29,7 @@ class ParameterShard:
         return held(self.parameter).view(-1)
 
 
-class HostAdamW(HostSteps):
+class ShardedHostAdamW(HostSteps):
     """Steps the first parameters on the CPU, until they are a `fraction` of this rank's elements."""
 
     def __init__(

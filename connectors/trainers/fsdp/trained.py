@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from millrace.connectors.trainers.frozen_models import held
-from millrace.connectors.trainers.fsdp.host_adamw import HostAdamW
+from millrace.connectors.trainers.fsdp.host_adamw import ShardedHostAdamW
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel
 from millrace.connectors.trainers.memory_errors import pinned
 from millrace.core.algorithms.learning_rate import learning_rate
@@ -81,9 +81,9 @@ class TrainedFsdp:
         for each in self.parameters:  # there before the first step, so that every checkpoint has them
             zeros = {name: torch.zeros_like(each, requires_grad=False) for name in MOMENTS}
             self.optimizer.state[each] = {"step": self._steps_made(0), **zeros}
-        self.host: HostAdamW | None = None
+        self.host: ShardedHostAdamW | None = None
         if o.offload:
-            self.host = HostAdamW(self.parameters, o.offload, config.trainer.threads)
+            self.host = ShardedHostAdamW(self.parameters, o.offload, config.trainer.threads)
             self.host.take_over(self.optimizer)
         self._norm = 0.0
         self._host: dict[

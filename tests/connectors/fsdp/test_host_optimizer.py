@@ -69,10 +69,10 @@ def test_steps_are_equal_bit_for_bit_at_every_fraction(
 
 def cut_small(rank: Any) -> int:
     """Let the host step all parameters in chunks of 1000 numbers, which cut parameters and join them; returns how many chunks."""
-    from millrace.connectors.trainers.fsdp.host_adamw import HostAdamW
+    from millrace.connectors.trainers.fsdp.host_adamw import ShardedHostAdamW
 
     policy = rank.learner.policy
-    policy.host = HostAdamW(policy.parameters, 1.0, 1, chunk=1000)
+    policy.host = ShardedHostAdamW(policy.parameters, 1.0, 1, chunk=1000)
     policy.host.take_over(policy.optimizer)
     return len(policy.host.chunks)
 
