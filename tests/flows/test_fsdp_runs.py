@@ -61,15 +61,22 @@ def test_a_run_trains_with_fsdp_and_goes_on_after_a_stop(
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(workplace: Workplace, tmp_path: Path) -> None:
-    """Sums of gradients round differently then, and nothing else differs."""
+    """Sums of gradients round differently then, and nothing else differs. One of the runs is killed between the two."""
     here = ["trainer.kind=fsdp", f"sync.max_logprob_gap={GAP}"]
     for root, ranks in (("same", 2), ("grown", 1)):
         workplace.train(tmp_path / root, *here, f"trainer.world_size={ranks}", "run.iterations=2")
         workplace.train(tmp_path / root, *here, "trainer.world_size=2")
         replayed = workplace.call("replay", "a", "--root", str(tmp_path / root), "--from", "2", "--to", "3")
         assert "every weight equals the export after iteration 3, bit for bit" in replayed
-    same, grown = (tmp_path / root / "a" for root in ("same", "grown"))
-    assert trained(grown) == trained(same)
-    for name, tensor in load(exported(same, 3)).items():
-        # a hundredth of the learning rate, which is what AdamW moves a weight by, however small its gradient
-        assert torch.allclose(load(exported(grown, 3))[name], tensor, rtol=0, atol=1e-5), name
+    third = tmp_path / "shrunk/a/iterations/000002/prompts.parquet"
+    shared = ["trainer.world_size=2", "trainer.parallel.context=2"]
+    workplace.train_and_kill(tmp_path / "shrunk", third.exists, *here, *shared)
+    assert "3 iterations complete" in workplace.train(tmp_path / "shrunk", *here, "trainer.world_size=1")
+    same, *others = (tmp_path / root / "a" for root in ("same", "grown", "shrunk"))
+    weights = load(exported(same, 3))
+    for other in others:
+        assert trained(other) == trained(same)
+        found = load(exported(other, 3))
+        for name, tensor in weights.items():
+            # a hundredth of the learning rate, which is what AdamW moves a weight by, however small its gradient
+            assert torch.allclose(found[name], tensor, rtol=0, atol=1e-5), (other, name)

@@ -72,7 +72,7 @@ class Sight:
         return SeenPack(torch.cat([pack.position_ids, axes])[:, None], places, whole)
 
     def _of_tokens(self, pack: Pack, tokens: Tensor, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The features of some of a pack's tokens that stand for pictures, of those of all."""
+        """The features of some of the tokens that stand for pictures. whole: of all such tokens of the pack, in order."""
         marked = torch.zeros(pack.bounds[-1], dtype=torch.bool)
         for row, start in zip(pack.rows, pack.bounds, strict=False):
             marked[start : start + len(row.tokens)] = torch.from_numpy(row.tokens == self.rules.token)

@@ -1,6 +1,6 @@
 """Causal attention within each sequence of a pack by PyTorch's SDPA, in any type and on any device: one call for all sequences of a length.
 
-A sink is a logit of each head beside those of the keys. Knows nothing of models.
+A sink is a logit that each head has beside the logits of its keys. Knows nothing of models.
 """
 
 from collections.abc import Sequence

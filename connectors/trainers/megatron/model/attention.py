@@ -4,7 +4,7 @@ On a CPU: SDPA, with one call for all sequences of a length. On a GPU: `ops.pack
 exchange heads for tokens, so that each attends over whole sequences with its share of the heads (DeepSpeed-Ulysses, Jacobs et al.
 2023, section 3.1). If the heads of keys do not divide evenly, keys and values are gathered and queries stay in zigzag order.
 
-A sink is a logit of each head beside those of the keys. Knows nothing of projections or rotary positions.
+A sink is a logit that each head has beside the logits of its keys. Knows nothing of projections or rotary positions.
 """
 
 import math
