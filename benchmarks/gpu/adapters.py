@@ -1,11 +1,16 @@
 """Adapters on one GPU: the trainer's step beside that of all weights, its memory beside the plan's, and a sync amid requests.
 
     python -m benchmarks.gpu.adapters [--shape 4b] [--rank 32] [--tokens 16384] [--length 2048] [--steps 5] [--syncs 4] [--out FILE]
+    python -m benchmarks.gpu.adapters --shape 30b-a3b --experts --apart --recompute selective
 
 Weights are random. `train`: tokens/s of a step (the median after two that warm up) with adapters and with all weights, each in a
 process of its own, and the most memory that PyTorch held beside what `millrace check` plans. `serve`: SGLang serves adapters by name
 beside the trainer. `export`: seconds of a sync's export by phase (`benchmarks.adapter_export`). Requests stream while each version is made and sent: seconds of export and load, and the longest wait for a part
-of an answer during a sync and at other times. Targets: syncs of 0.05 s, memory within 10 % of the plan, 1.3 times the tokens/s.
+of an answer during a sync and at other times. `gap`: of the log-probabilities of engine and trainer after the last sync, nats a token.
+Targets: syncs of 0.05 s, memory within 10 % of the plan, 1.3 times the tokens/s.
+
+`--experts`: the experts of a mixture have adapters too. `--apart`: trainer and engine have a GPU each, for shapes of which one GPU
+does not hold both; all weights are not trained then. `--device cpu --shape tiny-a3b` tries the same with the embedded engine.
 """
 
 from __future__ import annotations
@@ -36,8 +41,11 @@ from benchmarks.gpu.shapes import (
 if TYPE_CHECKING:
     from millrace.connectors.engines.client import EngineClient, Generation
     from millrace.core.config import RunConfig
+    from millrace.tasks.runtime.runtime import Runtime
 
 SIDES = ("adapters", "whole")
+EXPERTS = r"model\.layers\.\d+\.(self_attn|mlp(\.experts\.\d+)?)\.(q|k|v|o|gate|up|down)_proj"
+TEXTS, TEXT = 4, 32  # that engine and trainer score, and tokens of one
 TARGETS = {"sync_s": 0.05, "memory": 0.10, "speed": 1.3}
 STREAMS, ANSWER, EVERY = 32, 6000, 8
 WARM_UP = 2
@@ -52,6 +60,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="of a sample")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--syncs", type=int, default=4)
+    parser.add_argument("--experts", action="store_true", help="adapters of experts too")
+    parser.add_argument("--apart", action="store_true", help="trainer and engine on a GPU each")
+    parser.add_argument("--recompute", default="none", help="trainer.recompute")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--models", type=Path, help="where model folders are kept")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -64,13 +76,15 @@ def main() -> None:
         options.models = model.parent
         report: dict[str, Any] = {
             "command": command_line(),
-            "device": device_name(),
+            "device": device_name() if options.device == "cuda" else "cpu",
             "versions": versions(),
             "targets": TARGETS,
         }
-        report["train"] = {side: in_process(side, options) for side in SIDES}
-        one, other = (report["train"][side]["tokens_per_s"] for side in SIDES)
-        report["train"]["speed"] = round(one / other, 2)
+        sides = SIDES[:1] if options.apart else SIDES
+        report["train"] = {side: in_process(side, options) for side in sides}
+        if not options.apart:
+            one, other = (report["train"][side]["tokens_per_s"] for side in SIDES)
+            report["train"]["speed"] = round(one / other, 2)
         note(report, options.out)
         report["serve"] = served(model, Path(scratch), options)
         note(report, options.out)
@@ -87,8 +101,9 @@ def note(report: dict[str, Any], out: Path | None) -> None:
 def in_process(side: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one side's process measured."""
     command = [sys.executable, "-m", "benchmarks.gpu.adapters", "--side", side]
-    for name in ("shape", "rank", "tokens", "length", "steps", "syncs", "models"):
+    for name in ("shape", "rank", "tokens", "length", "steps", "syncs", "models", "recompute", "device"):
         command += [f"--{name}", str(getattr(options, name))]
+    command += ["--experts"] if options.experts else []
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
@@ -100,10 +115,12 @@ def run_config(
     """A run of the shape: adapters, which go by name, or all weights."""
     from millrace.core.config import RunConfig
 
+    adapters = {"rank": options.rank, "alpha": options.rank}
     trainer = {
+        "device": options.device,
         "max_pack_tokens": options.tokens,
-        "recompute": "none",
-        "lora": {"rank": options.rank, "alpha": options.rank} if lora else None,
+        "recompute": options.recompute,
+        "lora": {**adapters, **({"targets": EXPERTS} if options.experts else {})} if lora else None,
         "optimizer": {"lr": 1e-4},
     }
     sections = {"trainer": trainer, "run": {"name": "adapters"}, "algorithm": {"aggregation": "token_mean"}}
@@ -128,6 +145,7 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
     from millrace.core.config.plan.plan import make_plan
     from millrace.core.contracts.task_records import StepRequest
 
+    finish = torch.cuda.synchronize if options.device == "cuda" else int
     config = run_config(model, folder, options, lora=options.side == "adapters")
     rank = TrainerRank(config.model_dump(mode="json"), 0, 1)
     rank.setup(rank.address())
@@ -135,12 +153,12 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
     try:
         for step in range(1, options.steps + WARM_UP + 1):
             batch = batch_of(folder, step, options)
-            torch.cuda.synchronize()
+            finish()
             started = time.perf_counter()
             rank.train(StepRequest(step, batch))
-            torch.cuda.synchronize()
+            finish()
             seconds.append(time.perf_counter() - started)
-        held = torch.cuda.max_memory_allocated()
+        held = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
         lora = config.trainer.lora
         exports = [
             export_phases(rank.policy, rank.hf, lora, SHARED_MEMORY)
@@ -163,18 +181,22 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
 
 
 def served(model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Syncs of adapters by name amid requests, on the GPU that trainer and engine share."""
+    """Syncs of adapters by name amid requests, on the GPU that trainer and engine share, or on one each."""
     from millrace.connectors.prefect.server import ensure_server
 
     os.environ["PREFECT_API_URL"] = ensure_server()
-    sglang = {**SGLANG, "mem_fraction_static": 0.3, "cuda_graph_max_bs_decode": 2 * STREAMS}
+    share = 0.85 if options.apart else 0.3
+    sglang = {**SGLANG, "mem_fraction_static": share, "cuda_graph_max_bs_decode": 2 * STREAMS}
+    engines = {"kind": "sglang", "sglang": sglang} if options.device == "cuda" else {"kind": "embedded"}
+    together = {"colocate": True, "offload_engines": False, "offload_trainer": False}
+    apart = options.apart or options.device == "cpu"
     config = run_config(
         model,
         folder,
         options,
         lora=True,
-        engines={"kind": "sglang", "sglang": sglang},
-        placement={"colocate": True, "offload_engines": False, "offload_trainer": False},
+        engines=engines,
+        placement={"colocate": False} if apart else together,
         sync={"lora": "names"},
     )
     return asyncio.run(measured(config, folder, options))
@@ -209,6 +231,7 @@ async def measured(config: RunConfig, folder: Path, options: argparse.Namespace)
             await asyncio.sleep(1.0)
         running = sum(not task.done() for task in asking)
         newest = await engine.weight_version()
+        gap = await gap_of(runtime, engine, options.syncs)
         await engine.abort()
         answers = await asyncio.gather(*asking)
     finally:
@@ -217,10 +240,24 @@ async def measured(config: RunConfig, folder: Path, options: argparse.Namespace)
         "requests_through_all_syncs": running,
         "versions_of_requests": sorted({span for answer in answers for _, span in answer.weight_versions}),
         "newest_version": newest,
+        "gap": round(gap, 5),
         "syncs": [{name: round(value, 4) for name, value in sync.items()} for sync in syncs],
         "sync_s": round(statistics.median(sync["export"] + sync["load"] for sync in syncs), 4),
         **waits(marks, spans),
     }
+
+
+async def gap_of(runtime: Runtime, engine: EngineClient, version: int) -> float:
+    """Mean absolute difference of log-probabilities of fixed texts, by engine and trainer; nats a token."""
+    from millrace.connectors.trainers.rank import HeldOutSample, Rank
+    from millrace.core.fixed_texts import mean_gap
+
+    texts = [[(row * 977 + at * 31) % (VOCAB - 2) + 2 for at in range(TEXT)] for row in range(TEXTS)]
+    scored = [HeldOutSample(text[: end + 1], [1]) for text in texts for end in range(1, TEXT)]
+    async with runtime.memory.for_trainer() as trainer:
+        losses = iter(await (await trainer.at(version)).together(Rank.losses, version, scored))
+    expected = [[-next(losses) for _ in text[1:]] for text in texts]
+    return mean_gap(expected, await engine.weights.logprobs(texts))
 
 
 async def stream(engine: EngineClient, number: int, marks: list[float]) -> Generation:

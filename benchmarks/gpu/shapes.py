@@ -28,6 +28,11 @@ SHAPES: dict[str, dict[str, int]] = {
 # layers of Qwen3-30B-A3B: the optimizer state of four fits one GPU, that of twelve two
 A3B = {"hidden": 2048, "ffn": 6144, "heads": 32, "kv_heads": 4, "experts": 128, "expert_ffn": 768}
 SHAPES |= {f"30b-a3b-{layers}": {**A3B, "layers": layers} for layers in (4, 12)}
+# all of it, whose weights fit one GPU without an optimizer; and one to try a command on a CPU
+SHAPES["30b-a3b"] = {**A3B, "layers": 48}
+SHAPES["tiny-a3b"] = {
+    "hidden": 64, "ffn": 128, "heads": 2, "kv_heads": 1, "experts": 16, "expert_ffn": 32, "layers": 2,
+}  # fmt: skip
 VOCAB = 151936
 SGLANG = {
     "attention_backend": "triton",

@@ -402,12 +402,21 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(
             pass
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2 sp"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("qwen3", "tp1"),
+        ("qwen3", "tp2 sp"),
+        pytest.param("qwen3_moe", "tp1", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "ep2 cut experts", marks=pytest.mark.slow),
+    ],
+)
 def test_passes_with_and_without_a_gradient_have_the_same_bits(
-    workers: Workers, model: Callable[..., Path], tmp_path: Path, layout: str
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, kind: str, layout: str
 ) -> None:
     """Each iteration's first step has a ratio of exactly 1 to the log-probabilities of a pass before it, which keeps no graph."""
-    with workers.group(settings(model(), layout, global_batch=8)) as group:
+    targets = EXPERTS if kind == "qwen3_moe" else EVERY
+    with workers.group(settings(model(kind), layout, targets, global_batch=8)) as group:
         for steps in ((1, 2), (3, 4)):
             url = write_batch(tmp_path / str(steps[0]), [row for step in steps for row in samples(step)])
             first, second = group.train(list(steps), url)

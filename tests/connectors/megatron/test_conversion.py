@@ -510,13 +510,15 @@ def test_two_conversions_do_not_write_to_one_folder(model: Callable[..., Path], 
         convert(model(), tmp_path / "made")
 
 
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("glm4_moe", marks=pytest.mark.slow)])
 def test_adapters_are_merged_in_fp32_and_rounded_once(
-    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, kind: str
 ) -> None:
-    from tests.connectors.megatron.test_adapters import settings
+    from tests.connectors.megatron.test_adapters import EXPERTS, settings
 
-    folder = model("qwen3")
-    with workers.group(settings(folder, lora={"rank": 4, "alpha": 12.0})) as group:
+    folder = model(kind)
+    lora = {"rank": 4, "alpha": 12.0}
+    with workers.group(settings(folder, targets=EXPERTS, lora=lora)) as group:
         group.train([1], batch.format(1))
         group.call("export", str(tmp_path / "adapters"), 1)
         group.call("save", str(tmp_path / "checkpoint"))

@@ -16,8 +16,12 @@ from torch import Tensor
 
 from examples.plain_rl import grpo_loss
 from millrace.connectors.storage.store import Store
+from millrace.connectors.trainers.adapters import FlatPairs, write_peft
 from millrace.connectors.trainers.chunks import hash_of
+from millrace.connectors.trainers.megatron.conversion.conversion import Conversion, Order
 from millrace.connectors.trainers.packing import read_rows
+from millrace.core.config.trainer import Lora
+from millrace.core.families.adapters import targeted
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.registry import BUILT_IN
@@ -243,3 +247,29 @@ def test_early_passes_count_only_for_the_same_experts(model: Callable[..., Path]
             hash_of(read_rows(Store(str(Path(url).parent)).read_table("batch.parquet", "batch")), 0)
         )
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_follow_given_experts(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, lora = model("qwen3_moe"), Lora(rank=3, alpha=6.0, targets=r".*\.experts\..*_proj")
+    shape, draws = architecture(read_hf_config(str(folder))), torch.Generator().manual_seed(1)
+    pairs = {
+        one.name: (
+            torch.randn(3, one.inputs, generator=draws) * 0.3,
+            torch.randn(one.outputs, 3, generator=draws) * 0.3,
+        )
+        for one in targeted(shape, lora.targets)
+    }
+    (tmp_path / "adapters").mkdir()
+    write_peft(tmp_path / "adapters", FlatPairs.of(pairs), lora, shape, str(folder))
+    Conversion(Order(tmp_path / "adapters", tmp_path / "merged", folder, to="hf", merge=True)).convert()
+    rows = with_experts(samples(1), form_of(folder))
+    url, plain = write_batch(tmp_path / "batch", rows), Forced(tmp_path / "merged")
+    started = {**lora.model_dump(mode="json"), "path": str(tmp_path / "adapters")}
+    with workers.group(replaying(folder, 2, parallel={"expert": 2}, lora=started)) as group:
+        found = group.run(log_probabilities, url)[0]
+    with torch.no_grad():
+        for row in rows:
+            assert found[row["sample_id"]] == pytest.approx(plain.logprobs(row).tolist(), abs=2e-5)
