@@ -180,7 +180,7 @@ def _attach_to_experts(
     pairs.add_to(linears, stage.adapters.scale)
     stage.adapters.add(pairs.name, pairs)
     held = getattr(experts, "adapters", PairsOfExperts(None, None, stage.adapters.scale))
-    experts.adapters = held._replace(**{"first" if pairs.by_rows else "second": pairs})
+    experts.adapters = held._replace(first=pairs) if pairs.by_rows else held._replace(second=pairs)
 
 
 def _with_gradient(_embedding: Any, _inputs: Any, out: Tensor) -> Tensor:

@@ -62,7 +62,8 @@ class _Operands:
 
     def narrow(self, x: Tensor) -> Tensor:
         """x A [R, matrices · rank]."""
-        return grouped_mm(x, self.a.mT, offs=self.ends)
+        out: Tensor = grouped_mm(x, self.a.mT, offs=self.ends)
+        return out
 
     def wide(self, narrow: Tensor) -> Tensor:
         """What B gives of it [R, out of all matrices]."""
@@ -85,11 +86,12 @@ class _Operands:
 
     def x_grad(self, narrow_grad: Tensor) -> Tensor:
         """The gradient of `narrow`'s x."""
-        return grouped_mm(narrow_grad, self.a, offs=self.ends)
+        grad: Tensor = grouped_mm(narrow_grad, self.a, offs=self.ends)
+        return grad
 
     def a_grad(self, narrow_grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of A [E, matrices, rank, in], from the first expert."""
-        grad = grouped_mm(narrow_grad.mT, x, offs=self.ends).unflatten(1, (len(self.b), -1))
+        grad: Tensor = grouped_mm(narrow_grad.mT, x, offs=self.ends).unflatten(1, (len(self.b), -1))
         return grad[:, :, : self.rank].flip(0)
 
     def b_grad(self, grad: Tensor, narrow: Tensor) -> Tensor:
