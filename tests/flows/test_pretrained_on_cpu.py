@@ -45,9 +45,9 @@ LAYOUTS = {"alone": [], "context of three": ["trainer.world_size=3", "trainer.pa
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_step_with_fsdp_is_accepted(layout: str, tmp_path: Path) -> None:
-    """Its limit is measured; weights are bfloat16, in which engine and trainer round differently."""
+    """The limit of the log-probability gap is measured, and both sides compute in float32."""
     place = with_model(tmp_path)
-    small = ["run.iterations=1", "rollout.prompts=4", "evaluation.every=100", "checkpoint.every=100"]
+    small = ["run.iterations=1", "rollout.prompts=4", "evaluation.sets=[]", "checkpoint.every=100"]
     try:
         process = place.start("train", recipe("smollm2_fsdp"), "run.name=a", *small, *LAYOUTS[layout])
         out = output_of(process, PATIENCE_S)

@@ -268,6 +268,27 @@ Everywhere = Callable[..., list[Any]]
 """Calls a function of a rank, with more arguments, on every rank; returns what each gives."""
 
 
+FSDP_SPLITS: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any]]
+] = {  # a family, its sizes, and two ranks' settings
+    "data": ("qwen3", {}, {}),
+    "context": ("qwen3", {}, {"parallel": {"context": 2}}),
+    "context, one key head, windows": (
+        "mistral",
+        {"num_key_value_heads": 1, "sliding_window": 8},
+        {"parallel": {"context": 2}, "recompute": "full"},
+    ),
+    "context, experts": ("qwen3_moe", {}, {"parallel": {"context": 2}}),
+    "copies": ("qwen3", {}, {"parallel": {"replicate": 2}}),
+    "optimizer on the host": ("qwen3", {}, {"optimizer": {"offload": 1.0}}),
+    "a half of the optimizer on the host, copies": (
+        "qwen3",
+        {"tie_word_embeddings": True},
+        {"optimizer": {"offload": 0.5}, "parallel": {"replicate": 2}},
+    ),
+}
+
+
 def settings(folder: Path, device: str, world: int = 1, **changes: Any) -> dict[str, Any]:
     """A trainer in bfloat16 of packs with several long sequences."""
     given: dict[str, Any] = {"dtype": "bfloat16", "device": device, "max_pack_tokens": 256, **changes}

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.connectors.fsdp.test_fsdp_trainer import fsdp, gradients
+from tests.support import gpu_families
 from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import VOCAB, RankFailedError, Workers
 
@@ -105,3 +106,14 @@ def save(folder: Path, kind: str, heads: int) -> None:
     else:
         model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes, **more))
     model.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", gpu_families.FSDP_SPLITS)
+def test_what_is_tried_on_two_gpus_passes_on_a_cpu(workers: Workers, tmp_path: Path, name: str) -> None:
+    family, changes, given = gpu_families.FSDP_SPLITS[name]
+    folder = gpu_families.save_model(tmp_path / "model", family, **changes)
+    steps = gpu_families.batches(tmp_path)
+    with workers.group(gpu_families.settings(folder, "cpu", 2, kind="fsdp", **given)) as group:
+        gpu_families.check_logprobs(group.run, folder, steps, "cpu")
+        gpu_families.check_steps(group.run, folder, steps, "cpu", tmp_path)

@@ -1,0 +1,36 @@
+"""FSDP's trainer over two GPUs, by every split and with its optimizer on the host: log-probabilities and steps are Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
+
+from tests.support import gpu_families as families
+from tests.support.trainer_ranks import GpuWorkers
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[GpuWorkers]:
+    pool = GpuWorkers()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", families.FSDP_SPLITS)
+def test_steps_are_those_of_hugging_face(workers: GpuWorkers, tmp_path: Path, name: str) -> None:
+    family, model, changes = families.FSDP_SPLITS[name]
+    folder = families.save_model(tmp_path / "model", family, **model)
+    steps = families.batches(tmp_path)
+    config: dict[str, Any] = families.settings(folder, "cuda", 2, kind="fsdp", **changes)
+    with workers.group(config) as group:
+        families.check_logprobs(group.run, folder, steps, "cuda")
+        families.check_steps(group.run, folder, steps, "cuda", tmp_path)
