@@ -113,6 +113,7 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     at = plan.layout
     cut = f"tp {at.tensor} × pp {at.pipeline} × cp {at.context} × dp {at.data}"
     extra = (f", ep {at.expert}" if at.expert > 1 else "") + (", sp" if at.sequence else "")
+    extra += f", {at.replicate} copies of the weights" if at.replicate > 1 else ""
     spread = f" on {at.nodes_an_engine} nodes" if at.nodes_an_engine > 1 else ""
     where = f" × {at.gpus_an_engine} GPUs{spread}" if at.gpus_an_engine else " on CPU"
     engines = f"{at.engines} {at.engine_kind.name}" + (where if at.engine_kind.started else "")

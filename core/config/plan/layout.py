@@ -27,6 +27,7 @@ class Layout:
     context: int
     expert: int
     data: int
+    replicate: int
     sequence: bool
     engine_kind: EngineKind
     engines: int
@@ -55,6 +56,7 @@ def layout_of(config: RunConfig, gpus: int) -> Layout:
         context=p.context,
         expert=p.expert,
         data=config.data_parallel,
+        replicate=p.replicate,
         sequence=p.sequence,
         engine_kind=kind,
         engines=count,

@@ -62,6 +62,7 @@ def bfloat16_gap(rank: Any, url: str) -> float:
         return rounding_floor(rank.learner, rank._read(url))
 
 
+@pytest.mark.slow
 def test_the_rounding_floor_is_measured_as_on_one_rank(
     workers: Workers, model: Callable[..., Path], batch: str
 ) -> None:

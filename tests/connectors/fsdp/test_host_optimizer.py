@@ -50,7 +50,7 @@ def on_host(rank: Any) -> float:
     return policy.host.elements / count if policy.host is not None else 0.0
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "bfloat16", "two ranks, tied"))
+@pytest.mark.parametrize("case", slow_but(CASES, "two ranks, tied"))
 def test_steps_are_equal_bit_for_bit_at_every_fraction(
     case: str, workers: Workers, model: Callable[..., Path], batch: str
 ) -> None:
@@ -77,6 +77,7 @@ def cut_small(rank: Any) -> int:
     return len(policy.host.chunks)
 
 
+@pytest.mark.slow
 def test_the_size_of_chunks_changes_nothing(workers: Workers, model: Callable[..., Path], batch: str) -> None:
     made = []
     for small in (False, True):

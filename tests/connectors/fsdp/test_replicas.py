@@ -30,7 +30,7 @@ def bytes_saved(rank: Any) -> int:
     return saved
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "two copies, each whole", "two copies, context of two"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "two copies, context of two"))
 def test_loss_and_gradients_are_those_of_one_rank(
     workers: Workers, model: Callable[..., Path], batch: str, layout: str
 ) -> None:

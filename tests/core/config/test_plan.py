@@ -185,6 +185,7 @@ def test_a_rank_of_fsdp_has_its_share_of_a_copy_of_all_state(tmp_path: Path) -> 
     ):
         split = [f"trainer.parallel.replicate={copies}", f"trainer.optimizer.offload={offload}"]
         plan = make_plan(config(tmp_path, *given, *split), gpus=4)
+        assert plan.layout.replicate == copies
         states = [part.size for part in plan.trainer_memory if part.name.endswith(f"fp32, 1/{4 // copies}")]
         assert states == [pytest.approx(size * each / 4, rel=1e-6) for size in of_a_rank]
         kept = [part.size for part in plan.host_memory if "on their way" not in part.name]
