@@ -73,12 +73,9 @@ class Delta:
         x = inputs[0].flatten(0, -2)
         stacked = torch.cat([pair.A for pair in self._pairs]) if len(self._pairs) > 1 else self._pairs[0].A
         narrow = self._exchanged(F.linear(x, stacked.to(x.dtype)))
-        parts = iter(narrow.chunk(len(self._pairs), dim=-1))
-        each = [
-            self._zeros(narrow, matrix) if pair is None else pair.widened(next(parts))
-            for matrix, pair in self._matrices
-        ]
-        return out[0] + (self._fused(each) * self._scale).view_as(out[0]), *out[1:]
+        # what megatron's sum over ranks returns is a view of its input, which autograd lets nobody write to
+        own = out[0] if self._by_rows else out[0].clone()
+        return _AddProduct.apply(own, narrow, self._rows(), self._scale), *out[1:]
 
     def _exchanged(self, narrow: Tensor) -> Tensor:
         """x A over the tensor parallel ranks: of all tokens before a cut B, summed before a whole one."""
@@ -100,20 +97,46 @@ class Delta:
         exchanged: Tensor = over(narrow, group=group)
         return exchanged
 
-    def _zeros(self, narrow: Tensor, matrix: Matrix) -> Tensor:
-        """What a matrix of a fused layer adds if it has no pair."""
-        return narrow.new_zeros(
-            *narrow.shape[:-1], matrix.outputs // mpu.get_tensor_model_parallel_world_size()
-        )
+    def _rows(self) -> Tensor:
+        """The B of all pairs in the order of the layer's rows [out, all ranks]: each in its own columns, and zeros elsewhere.
 
-    def _fused(self, each: list[Tensor]) -> Tensor:
-        """The outputs in the order of the layer's rows."""
-        if len(each) == 1:
-            return each[0]
-        if self._matrices[0][0].part.form == "pair":
-            return torch.cat(each, dim=-1)
-        groups = self._arch.kv_heads // mpu.get_tensor_model_parallel_world_size()
-        return torch.cat([part.unflatten(-1, (groups, -1)) for part in each], dim=-1).flatten(-2)
+        One product then adds to the layer's output, which is the largest tensor here and is read and written once. The zeros cost
+        products that are as narrow as the pairs.
+        """
+        tensors = mpu.get_tensor_model_parallel_world_size()
+        columns = sum(pair.A.shape[0] for pair in self._pairs)
+        blocks, at = [], 0
+        for matrix, pair in self._matrices:
+            if pair is None:
+                blocks.append(self._pairs[0].B.new_zeros(matrix.outputs // tensors, columns))
+                continue
+            b = pair.whole_b()
+            blocks.append(F.pad(b, (at, columns - at - b.shape[1])))
+            at += b.shape[1]
+        if len(blocks) == 1 or self._matrices[0][0].part.form == "pair":
+            return torch.cat(blocks)
+        groups = self._arch.kv_heads // tensors
+        return torch.cat([block.unflatten(0, (groups, -1)) for block in blocks], dim=1).flatten(0, 1)
+
+
+class _AddProduct(torch.autograd.Function):
+    """out [..., W] += scale * narrow [T, r] @ rows [W, r].T, in place: out-of-place, a layer's output would be moved four times."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, narrow: Tensor, rows: Tensor, scale: float) -> Tensor:
+        rows = rows.to(narrow.dtype)
+        ctx.save_for_backward(narrow, rows)
+        ctx.scale = scale
+        ctx.mark_dirty(out)
+        out.view(-1, out.shape[-1]).addmm_(narrow, rows.t(), alpha=scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        narrow, rows = ctx.saved_tensors
+        (grad,) = grads
+        flat = grad.flatten(0, -2)
+        return grad, (flat @ rows).mul_(ctx.scale), (flat.t() @ narrow).mul_(ctx.scale), None
 
 
 def attach(model: Any, lora: Lora, arch: Architecture, seed: int, pairs: Pairs | None = None) -> None:

@@ -72,10 +72,9 @@ class Pair(Module):
         """Its parts, without gradients."""
         yield HeldPair(self.matrix, self.A.detach(), self.B.detach(), self.by_rows, self.axis, self.halves)
 
-    def widened(self, narrow: Tensor) -> Tensor:
-        """narrow [..., rank] times B: [..., out] on this rank."""
-        b = self.B.flatten(0, 1) if self.halves else self.B
-        return F.linear(narrow, b.to(narrow.dtype))
+    def whole_b(self) -> Tensor:
+        """This rank's B [out, rank]."""
+        return self.B.flatten(0, 1) if self.halves else self.B
 
     def sharded_state_dict(self, prefix: str) -> dict[str, Any]:
         """Both parts, named in a checkpoint by their matrix: equal under each layout of pipeline stages."""
