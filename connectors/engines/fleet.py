@@ -175,6 +175,8 @@ class Fleet:
             if not await client.health(min(PROBE_TIMEOUT_S, self.config.rollout.progress_timeout_s)):
                 raise EngineLostError(f"engine-{index}: does not answer to /health")
             version = await client.weight_version()
+            if new and self.config.adapters_by_name and not self.config.engines.started:
+                await client.check_holds_adapters(self.config.adapter_slots)
         except EngineLostError as error:
             log.warning("%s", error)
             self._lost[index] = str(error)

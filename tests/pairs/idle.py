@@ -29,7 +29,10 @@ IDLE: dict[str, dict[str, str]] = {
         **_each("no trainer starts", f"{LEARNING} {STEPS} lora_by_name"),
         **_each("no weights are sent", "broadcast weights_by_url"),
     },
-    "rollouts_from": _each("no engine starts", f"oversample admission {ENGINES}"),
+    "rollouts_from": {
+        **_each("no engine starts", f"oversample admission {ENGINES}"),
+        **_each("a run that deferred groups is refused as a source, by name", "finish max_token_age"),
+    },
     "broadcast": _each("weights pass the folder by, which a replay uses", "weights_by_url"),
     "own_loss": _each("a loss of the user's own weighs what it likes", "icepop sequence_masks"),
 }

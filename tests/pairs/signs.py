@@ -112,8 +112,12 @@ SIGNS: dict[str, Sign] = {
         any(row["kind"] == "answer" for row in left.rows("turns/part-*"))
         or all(row["response_length"] <= 16 for row in left.rows("rollouts/part-*"))
     ),
-    "stops": _rows(
-        "rollouts/part-*", lambda row: row["status"] == "completed" and row["response_length"] < LONGEST
+    "stops": lambda left: (
+        any(row["ended"] == "stop" for row in left.rows("turns/part-*"))
+        or any(
+            row["status"] == "completed" and row["response_length"] < LONGEST
+            for row in left.rows("rollouts/part-*")
+        )
     ),
     "top_p": _in_the_nucleus,
     "buffer": _rows("batch", lambda row: row["reused_from"] is not None),

@@ -56,7 +56,7 @@ def made(place: Workplace, names: list[str], bucket: str, weights: str, tmp_path
             )
             teacher, _ = servers.enter_context(served)
         if "external" in names:
-            slots = ("--max-loaded-loras", "4")
+            slots = ("--max-loaded-loras", "6")
             served = embedded_engine(place.folder / "model", *slots, log=tmp_path / "engine.log")
             engine, _ = servers.enter_context(served)
         around = Surroundings(teacher, engine, url, own_weights)

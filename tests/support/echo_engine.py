@@ -144,6 +144,9 @@ class EchoClient(WatchedEngine):
     async def forget_version(self) -> None:
         self._server.version = "forgotten"
 
+    async def check_holds_adapters(self, slots: int) -> None:
+        """It holds any number."""
+
     async def check_keeps_requests(self) -> None:
         """It does."""
 

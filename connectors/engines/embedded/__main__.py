@@ -77,6 +77,8 @@ async def serve(args: argparse.Namespace) -> None:
         "model_path": args.model_path,
         "max_running_requests": args.max_running_requests,
         "max_total_tokens": args.max_total_tokens,
+        "enable_lora": args.max_loaded_loras > 0,
+        "max_loaded_loras": args.max_loaded_loras,
         "dtype": str(engine.decoder.weights.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),

@@ -227,6 +227,18 @@ class SglangClient(WatchedEngine, Connection):
                 remedy="set it to resend, or install SGLang 0.5.23 or newer",
             )
 
+    async def check_holds_adapters(self, slots: int) -> None:
+        info = await self.server_info()
+        most = info.get("max_loaded_loras")  # None: no limit
+        if not info.get("enable_lora") or (most is not None and most < slots):
+            holds = f"holds {most or 0} adapters" if info.get("enable_lora") else "takes no adapters"
+            raise EngineError(
+                f"{self.engine_id} {holds}, and the run has {slots} at once",
+                where="sync.lora",
+                remedy=f"start the engine with --enable-lora, and if --max-loaded-loras is given with at least {slots}; or set sync.lora "
+                "to merged",
+            )
+
     async def load(self) -> EngineLoad:
         answer = await self.get("/v1/loads", INFO_TIMEOUT_S)
         parts = answer["loads"]  # one for each data parallel part

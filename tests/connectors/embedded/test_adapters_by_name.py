@@ -179,6 +179,21 @@ async def test_what_does_not_fit_is_refused_and_nothing_changes(
         await client.weights.load_adapter(str(folders[3]), 3, 0)
 
 
+@pytest.mark.asyncio
+async def test_an_engine_of_somebody_else_must_have_room_for_the_versions_of_a_run(
+    client: SglangClient, model: Path, tmp_path: Path
+) -> None:
+    await client.check_holds_adapters(3)
+    with pytest.raises(EngineError, match="holds 3 adapters, and the run has 4 at once") as refused:
+        await client.check_holds_adapters(4)
+    assert "--max-loaded-loras is given with at least 4" in str(refused.value)
+    with embedded_engine(model, log=tmp_path / "plain.log") as (url, _):
+        plain = SglangClient(url, "engine-1")
+        with pytest.raises(EngineError, match="takes no adapters"):
+            await plain.check_holds_adapters(2)
+        await plain.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folder_is_written_as_safetensors_writes_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
