@@ -220,8 +220,12 @@ def _parts(
 def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
     """Means over the iteration's steps, and the largest of maxima; learning rate and version are the last step's."""
     numbers: dict[str, list[float]] = {}
+    # older weights made all tokens of some steps: nothing was compared there
+    comparing = [step for step in steps if step.get("logprob_gap_share") != 0] or steps
     for step in steps:
         for name, value in step.items():
+            if name == "logprob_gap_mean" and step not in comparing:
+                continue
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers.setdefault(name, []).append(float(value))
     metrics = {f"train/{name}": sum(values) / len(values) for name, values in numbers.items()}

@@ -6,8 +6,10 @@ each that no file can give. A metric in neither has no row, which fails the test
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -523,7 +525,12 @@ def ages(it: Iteration, row: dict[str, Any]) -> list[int]:
     ends = [*(span["first_token"] for span in spans[1:]), row["response_length"]]
     for span, end in zip(spans, ends, strict=True):
         versions += [span["version"]] * (end - span["first_token"])
-    return [max(0, math.ceil((it.version - version) / len(it.steps))) for version in versions]
+    found = [max(0, math.ceil((it.version - version) / len(it.steps))) for version in versions]
+    if it.config["pipeline"]["ahead"] and it.config["pipeline"]["on_update"] == "keep":
+        # the engine went on with keys and values of older weights: no version alone gives these tokens their probabilities
+        old = list(itertools.accumulate((age > 0 for age in found), operator.or_))
+        found = [max(age, int(older)) for age, older in zip(found, old, strict=True)]
+    return found
 
 
 def of_tokens(figure: Callable[[list[Token]], float | None]) -> Callable[[Iteration], float | None]:
