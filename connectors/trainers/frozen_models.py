@@ -68,8 +68,10 @@ class Reference:
 
 def held(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, without gradients."""
-    value = parameter.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    with torch.no_grad():  # DTensor's own `detach` takes longer than the step of a small parameter
+        return parameter.to_local().detach()
 
 
 class Teacher:

@@ -22,11 +22,13 @@ from millrace.connectors.trainers.fsdp.fused_parts import fuse
 from millrace.connectors.trainers.fsdp.sight import Sight
 from millrace.connectors.trainers.packing import Pack
 from millrace.core.config import RunConfig
+from millrace.core.config.plan.memory import GATHERED
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.families.images import sees_images
 
 # keys of configurations whose models change the output layer's logits
 CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+BlockParts = tuple[Module, list[Module]]  # a block and its modules
 MAIN = torch.float32  # of the weights that the optimizer changes, and of their gradients
 
 
@@ -42,7 +44,7 @@ class PackedModel(Module):
         self.sight: Sight | None = None
         self.context: Any = None  # the group of context parallel ranks, if there are several
         kinds = set(inner._no_split_modules or ())
-        # the blocks that FSDP gathers one after another, in order; what is outside of them belongs to the root
+        # the blocks, whose weights FSDP gathers in this order; what is outside of them belongs to the root
         self.units = [part for part in inner.modules() if type(part).__name__ in kinds]
         assert self.units, "transformers names the blocks of every model"
 
@@ -245,14 +247,17 @@ def shard(
     model.requires_grad_(trains)
     if device.type == "cuda":
         fuse(model)
+    *blocks, root = parts_of_units(model)
     # blocks first: what is left belongs to the root, whose tied weights stay tied
-    for unit, parts in list(parts_of_units(model)):
-        move(parts, device, main)
-        if not model.sees:  # every rank has read what sees
-            _receive(parts)
-        if unit is not model and trains and config.trainer.recompute == "full":
-            _recompute(unit)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for group in (*together(blocks), [root]):
+        for unit, parts in group:
+            move(parts, device, main)
+            if not model.sees:  # every rank has read what sees
+                _receive(parts)
+            if unit is not model and trains and config.trainer.recompute == "full":
+                _recompute(unit)
+        units = [unit for unit, _ in group]
+        fully_shard(units, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gradients are summed over ranks, not averaged
@@ -277,8 +282,25 @@ def _recompute(unit: Module) -> None:
     unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
 
 
-def parts_of_units(model: PackedModel) -> Iterator[tuple[Module, list[Module]]]:
-    """Each FSDP unit, the root last, with the modules whose weights it gathers."""
+def together(units: Sequence[BlockParts]) -> Iterator[list[BlockParts]]:
+    """Blocks in order, those together whose weights are gathered at once: up to GATHERED parameters, and one block at least."""
+    group: list[BlockParts] = []
+    left = 0
+    for unit in units:
+        size = sum(parameter.numel() for part in unit[1] for parameter in part.parameters(recurse=False))
+        if group and size > left:
+            yield group
+            group, left = [], 0
+        if not group:
+            left = GATHERED
+        group.append(unit)
+        left -= size
+    if group:
+        yield group
+
+
+def parts_of_units(model: PackedModel) -> Iterator[BlockParts]:
+    """Each block, the root last, with the modules whose weights are its own."""
     held: set[int] = set()
     for unit in model.units:
         parts = list(unit.modules())

@@ -4,13 +4,14 @@ Owns the order of an optimizer step: all checks that may refuse it come before a
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.adamw import adamw
 
 from millrace.connectors.trainers.frozen_models import held
 from millrace.connectors.trainers.fsdp.host_adamw import ShardedHostAdamW
@@ -111,7 +112,11 @@ class TrainedFsdp:
         return contextlib.nullcontext()
 
     def _gradients(self) -> list[Tensor]:
-        return [held(each.grad) for each in self.parameters if each.grad is not None]
+        return self._held_gradients(self.parameters)
+
+    @staticmethod
+    def _held_gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
+        return [held(each.grad) for each in parameters if each.grad is not None]
 
     def divide_gradient(self, denominator: float) -> None:
         """Divide the gradients, which are summed over ranks, before they are measured."""
@@ -143,9 +148,33 @@ class TrainedFsdp:
                 self.host.step(clip)
             if clip > 0 and (scale := clip / (self._norm + 1e-6)) < 1 and (kept := self._gradients()):
                 torch._foreach_mul_(kept, scale)
-            self.optimizer.step()
+            self._adamw()
         self.schedule.num_steps += 1
         self.zero_grad()
+
+    @torch.no_grad()
+    def _adamw(self) -> None:
+        """One step on this rank's tensors. The optimizer's own would go through DTensor, parameter by parameter: five times the step."""
+        for group in self.optimizer.param_groups:
+            own = [each for each in group["params"] if each.grad is not None]
+            states = [self.optimizer.state[each] for each in own]
+            adamw(
+                [held(each) for each in own],
+                self._held_gradients(own),
+                [held(state["exp_avg"]) for state in states],
+                [held(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                foreach=False,
+                fused=group["fused"],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
     @contextlib.contextmanager
     def _numbers(self, made_with: StepNumbers | None) -> Iterator[float]:

@@ -18,6 +18,9 @@ from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.family import ModelPart
 
 FP32 = 4  # bytes
+# parameters of FSDP's blocks that are gathered at once: each gathering takes the host some 3 ms a step, in which small blocks are
+# long computed
+GATHERED = 2**27
 ON_THE_WAY = 2 * 2 * 2**26  # bytes of a rank: two chunks of gradients and of weights
 LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk
 
@@ -155,12 +158,16 @@ def _fsdp_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     share = -(-shape.parameters // shards)
     outside = shape.embedding * (1 if shape.tied else 2)
     layer = (shape.parameters - outside) // shape.layers
+    at_once = min(shape.layers, 2 * max(1, GATHERED // layer))  # with the blocks that are gathered meanwhile
     parts = [
         MemoryPart(f"weights, fp32, 1/{shards}", share * FP32),
         MemoryPart(f"gradients, fp32, 1/{shards}", share * FP32),
         *_optimizer(config, shape.parameters, 0),
-        # of the embedding, the output layer and two layers, with their gradients
-        MemoryPart(f"gathered weights, {config.dtype}", (outside + 2 * layer) * (width + FP32)),
+        # embedding and output layer stay until the end of a pass
+        MemoryPart(
+            f"gathered weights, {config.dtype}, and their gradients",
+            (outside + at_once * layer) * (width + FP32),
+        ),
         MemoryPart("activations of a pack (estimate)", _activations(config, shape, width)),
         MemoryPart(
             f"logits of {t.logprob_chunk_tokens} tokens, fp32",

@@ -69,5 +69,8 @@ def test_the_first_copy_writes_a_checkpoint_that_other_numbers_of_ranks_and_copi
     with workers.group(fsdp(model(), second, **changes)) as group:
         assert set(group.call("load", url)) == {1}
         found = group.train([2], batch.format(2))[0]
-    for name in ("loss", "grad_norm", "kl", "lr"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-9), name
+    # sums over other numbers of ranks, as between layouts
+    for name, (share, least) in {
+        "loss": (1e-5, 2e-6), "grad_norm": (1e-4, 0.0), "kl": (1e-4, 1e-7), "lr": (0.0, 0.0),
+    }.items():  # fmt: skip
+        assert found[name] == pytest.approx(expected[name], rel=share, abs=least), name
