@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.figures.tails import long_tail_rows
@@ -214,6 +214,9 @@ def gpu_rows(kept: KeptResults) -> Iterator[Row]:
     yield row("learning", what, "rising", command, lambda result: _held_out(result["curve"]["held_out"]))
     what = "log-prob gap of that run, mean and worst iteration"
     yield row("learning", what, "< 0.02", command, _gap)
+    command = "millrace train deployments/recipes/smollm2_one_gpu.yaml run.iterations=30"
+    what = "SmolLM2-135M on word problems, held-out accuracy: all weights by Megatron and by FSDP, adapters"
+    yield row("smollm2_learning", what, "rising", command, _three_curves)
     start = "python -m benchmarks.gpu.two_ways"
     for what, key, options in (
         (
@@ -268,14 +271,18 @@ def _trainer_rows(row: Callable[..., Row]) -> Iterator[Row]:
         yield row("experts", size, f"MFU ≥ {target} %", command, share)
     what = "the same step, two expert parallel GPUs, 8 × 2,048 tokens each"
     yield row("expert_parallel", what, "MFU ≥ 20 %", f"{command} --ep 2", _parallel_experts)
-    command = "python -m benchmarks.gpu.trainer --sides millrace fsdp --lengths 2048 16384"
+    command = "python -m benchmarks.gpu.trainer --sides millrace fsdp --lengths 2048 --steps 5"
     yield row("fsdp", "FSDP's step over Megatron's, 0.6B", "≥ 0.8", command, _two_trainers)
+    command = "python -m benchmarks.gpu.trainer --shape 4b --sides millrace fsdp --lengths 2048 --steps 3 --recompute full"
+    yield row("fsdp_4b", "the same, 4B, computed again", "≥ 0.9", command, _two_trainers)
     command = "python -m benchmarks.gpu.trainer --shape 1.7b --lengths 2048 --offload 0,0.5,1"
     what = "step and GPU memory with 0, half and all of the optimizer on the host, 1.7B"
     yield row("offload", what, "", command, _offloads)
     command = "python -m benchmarks.gpu.adapters --shape 4b"
     what = "adapters of 4B: tokens/s over all weights', memory over the plan's, sync, longest wait amid syncs and at other times"
     yield row("adapters", what, "1.3, ≤ 1.1, ≤ 0.05 s", command, _adapters)
+    what = "the first two with pairs added in one product, and seconds of an export"
+    yield row("adapters_4b_step", what, "1.3, ≤ 1.1", command, _adapters_step)
 
 
 def _parallel_experts(result: Any) -> str:
@@ -302,6 +309,12 @@ def _adapters(result: Any) -> str:
     train, serve = result["train"], result["serve"]
     waits = f"{serve['longest_wait_amid_syncs_s']:.2f} and {serve['longest_wait_s']:.2f} s"
     return f"{train['speed']:.2f}, {train['adapters']['held_over_planned']:.2f}, {serve['sync_s']:.2f} s, {waits}"
+
+
+def _adapters_step(result: Any) -> str:
+    train = result["train"]["adapters"]
+    export = median(each["export"] for each in train["export_s"])
+    return f"{result['train']['speed']:.2f}, {train['held_over_planned']:.2f}, {export:.2f} s"
 
 
 def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
@@ -401,6 +414,11 @@ def _split(result: Any, key: str) -> str | None:
 def _held_out(curve: list[float | None]) -> str:
     points = [(index, value) for index, value in enumerate(curve, 1) if value is not None]
     return ", ".join(f"{value:.2f} at {index}" for index, value in points)
+
+
+def _three_curves(result: Any) -> str:
+    ends = [list(curve["held_out"].values()) for curve in result["curves"].values()]
+    return ", ".join(f"{points[0]:.2f} to {points[-1]:.2f}" for points in ends)
 
 
 def _gap(result: Any) -> str:
