@@ -154,7 +154,7 @@ def _unserved(config: RunConfig, found: Sequence[Matrix], arch: Architecture) ->
                 f"SGLang computes both products of experts with adapters, and {name} matches without {other}",
                 remedy,
             )
-    if config.engines.kind != "embedded" and arch.shared_gate:
+    if arch.shared_gate and any(kind.runs_on != "cpu" for kind in config.engines.kinds):
         gated = next((matrix.name for matrix in found if matrix.of_experts or matrix.of_shared), None)
         if gated is not None:
             return (

@@ -23,6 +23,9 @@ from millrace.core.logprob_gap import LogprobGuard
 
 VOCAB = 97
 CLIP_GRAD = 0.5
+OF_FSDP = {
+    "replicate"
+}  # fields of a layout that megatron-core's trainer refuses: tests/connectors/fsdp/test_replicas.py
 PATIENCE_S = 90.0
 FORKS = get_context(
     "forkserver"
