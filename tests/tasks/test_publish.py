@@ -21,7 +21,7 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.publish import _commit, _figures, _manifest, _without_advantage
+from millrace.tasks.publish import _commit, _figures, _manifest, _train_metrics, _without_advantage
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
@@ -166,3 +166,24 @@ async def test_a_part_that_the_record_does_not_name_keeps_it_from_closing(
 )
 def test_advantages_that_are_all_zero_are_told(advantages: list[float | None], samples: int | None) -> None:
     assert _without_advantage(pa.chunked_array([pa.array(advantages, pa.float32())])) == samples
+
+
+@pytest.mark.parametrize(
+    ("steps", "mean"),
+    [
+        ([(0.4, 1.0), (0.0, 0.0)], 0.4),
+        ([(0.4, 0.5), (0.2, 0.1)], 0.3),
+        ([(0.0, 0.0), (0.0, 0.0)], 0.0),
+        ([(0.4, None), (0.2, None)], 0.3),  # supervised steps have no share
+    ],
+)
+def test_steps_that_compared_nothing_are_left_out_of_the_mean_difference(
+    steps: list[tuple[float, float | None]], mean: float
+) -> None:
+    made: list[Any] = [
+        {**STEP, "logprob_gap_mean": gap, **({} if share is None else {"logprob_gap_share": share})}
+        for gap, share in steps
+    ]
+    found = _train_metrics(made)
+    assert found["train/logprob_gap_mean"] == pytest.approx(mean)
+    assert found["train/loss"] == STEP["loss"]
