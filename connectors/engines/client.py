@@ -199,7 +199,7 @@ class EngineClient(Protocol):
         """Let the engine report no version of the trainer's until its next update; it must be idle."""
 
     async def check_holds_adapters(self, slots: int) -> None:
-        """Raises EngineError if the engine does not hold so many adapters at once."""
+        """Raise EngineError if the engine does not hold so many adapters at once."""
 
     async def check_keeps_requests(self) -> None:
         """Raise EngineError if the engine cannot keep requests during a weight update and report each token's version."""

@@ -66,6 +66,13 @@ class _Slot:
         self.returned = torch.cuda.Event() if on_gpu else None
 
 
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of an optimizer's group, as PyTorch's function of Adam and AdamW takes them."""
+    beta1, beta2 = group["betas"]
+    own = {name: group[name] for name in ("decoupled_weight_decay", "lr", "weight_decay", "eps")}
+    return {**own, "beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+
+
 class HostSteps:
     """Steps shards on the CPU."""
 
@@ -145,14 +152,7 @@ class HostSteps:
                 foreach=False,
                 fused=self._on_gpu,
                 grad_scale=scale,
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
+                **numbers_of(group),
             )
 
     def _return(self, chunk: list[ChunkSlice], slot: _Slot) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.trainer_ranks import GpuWorkers
+
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 
@@ -17,3 +19,11 @@ def memory_given_back() -> Iterator[None]:
     yield
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[GpuWorkers]:
+    """Processes for trainer ranks, each with a GPU."""
+    pool = GpuWorkers()
+    yield pool
+    pool.close()

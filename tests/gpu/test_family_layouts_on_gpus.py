@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,13 +46,6 @@ CASES = {
     "experts cut": Case("qwen2_moe", {"expert_tensor": 2}),
 }
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[GpuWorkers]:
-    pool = GpuWorkers()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,6 @@ from tests.support import gpu_families as families
 from tests.support.trainer_ranks import GpuWorkers
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[GpuWorkers]:
-    pool = GpuWorkers()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("name", families.FSDP_SPLITS)

@@ -1,6 +1,6 @@
 """Attention over a pack, as transformers' models call it.
 
-`ops.pack_attention` computes 16-bit types on a GPU, and is told the bounds of samples. transformers' own form over SDPA computes
+`ops.pack_attention` computes 16-bit types on a GPU, and gets the bounds of samples. transformers' own form over SDPA computes
 everything else: it makes a mask of positions that start again.
 
 Context parallel ranks hold other tokens of the same samples. They exchange heads for tokens, so that each attends over whole samples

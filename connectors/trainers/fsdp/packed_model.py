@@ -61,9 +61,9 @@ class PackedModel(Module):
         return loss(hidden[0][:, None])
 
     def _of_samples(self, pack: Pack) -> dict[str, Any]:
-        """What the attention of this module's package is told beside its tensors; transformers passes it on."""
-        told = {"bounds": pack.bounds, "starts": pack.starts, "longest": pack.longest}
-        return told if self.context is None else {**told, "context": self.context}
+        """Arguments of the functions in `attention` beside their tensors. transformers passes them on."""
+        given = {"bounds": pack.bounds, "starts": pack.starts, "longest": pack.longest}
+        return given if self.context is None else {**given, "context": self.context}
 
     def look(self, config: RunConfig, device: torch.device) -> None:
         """Let packs have pictures."""

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.adamw import adamw
+from torch.optim.adam import adam
 
 from millrace.connectors.trainers.frozen_models import held
 from millrace.connectors.trainers.fsdp.host_adamw import ShardedHostAdamW
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel
+from millrace.connectors.trainers.host_adamw import numbers_of
 from millrace.connectors.trainers.memory_errors import pinned
 from millrace.core.algorithms.learning_rate import learning_rate
 from millrace.core.config import RunConfig
@@ -158,7 +159,7 @@ class TrainedFsdp:
         for group in self.optimizer.param_groups:
             own = [each for each in group["params"] if each.grad is not None]
             states = [self.optimizer.state[each] for each in own]
-            adamw(
+            adam(
                 [held(each) for each in own],
                 self._held_gradients(own),
                 [held(state["exp_avg"]) for state in states],
@@ -167,13 +168,7 @@ class TrainedFsdp:
                 [state["step"] for state in states],
                 foreach=False,
                 fused=group["fused"],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
+                **numbers_of(group),
             )
 
     @contextlib.contextmanager
