@@ -83,7 +83,7 @@ def store(folder: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.object_store", "--port", str(port)]
+    command = [sys.executable, "-m", "tests.support.object_store", "--port", str(port)]
     server = subprocess.Popen(command, env={**os.environ, "TMPDIR": folder})
     try:
         os.environ |= {

@@ -1,6 +1,6 @@
 """moto's S3 server, which reads a range of an object where moto alone reads the whole object for each range, as no store does.
 
-python -m benchmarks.object_store --port 4599
+python -m tests.support.object_store --port 4599
 """
 
 from __future__ import annotations
