@@ -9,6 +9,7 @@ SECONDS = {
     "": 30.0,
     "tests/connectors/ray/": 60.0,
     "tests/examples/": 150.0,
+    "tests/examples/test_geometry.py": 600.0,
     "tests/flows/": 150.0,
     "tests/flows/test_deployed_runs.py": 180.0,
     "tests/flows/test_fsdp_runs.py::test_a_run_goes_on": 300.0,

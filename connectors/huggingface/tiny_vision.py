@@ -26,23 +26,33 @@ def mark(name: str) -> int:
 
 
 def build_tiny_vision(
-    folder: str | Path, kind: str, *, most: int = 16, seed: int = 0, hidden: int = 64, contrast: float = 4
+    folder: str | Path,
+    kind: str,
+    *,
+    most: int = 16,
+    seed: int = 0,
+    hidden: int = 64,
+    head_dim: int = 16,
+    layers: int = 2,
+    contrast: float = 4,
 ) -> Path:
     """Write a model, its processor's settings and its tokenizer; returns the folder.
 
-    most: tokens of a picture. contrast: how many times the usual start the tower's weights are, so that what is seen shows.
+    most: tokens of a picture. head_dim: of the language model and of the tower's two heads. layers: of the language model.
+    contrast: how many times the usual start the tower's weights are, so that what is seen shows.
     """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     patch = 14 if kind == "qwen2_5_vl" else 16
-    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    sections = [head_dim // 4, head_dim // 8, head_dim // 8]
+    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     text: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 2,
-        "num_attention_heads": hidden // 16,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // head_dim,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "rope_parameters": rotary if kind == "qwen2_5_vl" else {**rotary, "mrope_interleaved": True},
@@ -50,12 +60,13 @@ def build_tiny_vision(
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2}
+    vision |= {"hidden_size": 2 * head_dim, "intermediate_size": 3 * head_dim}
     vision |= {"out_hidden_size": hidden, "patch_size": patch}
     if kind == "qwen2_5_vl":
         vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
     else:
-        text["head_dim"] = 16
+        text["head_dim"] = head_dim
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     marks = dict(zip(ids, map(mark, MARKS), strict=True))

@@ -21,6 +21,7 @@ MAKE_MODELS = [  # whoever has a model needs none of them
     "examples/code_reward/warm_up.py",
     "examples/critic/warm_up.py",
     "examples/distillation_served/make_teacher.py",
+    "examples/geometry/geometry.py",
     "examples/judge/make_judge.py",
     "examples/puzzles/puzzles.py",
     "examples/sft_dialogues/price_list.py",
@@ -51,6 +52,7 @@ FOLDERS = [
 ELSEWHERE = {  # folders whose pages another test holds
     "code_repair": "test_agent_examples.py",
     "critic": "test_agent_examples.py",
+    "geometry": "test_geometry.py",
     "pretrained": "test_pages.py",
     "sft_dialogues": "test_sft_dialogues.py",
     "verifiers_env": "test_agent_examples.py",
