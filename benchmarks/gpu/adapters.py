@@ -1,7 +1,8 @@
 """Adapters on one GPU: the trainer's step beside that of all weights, its memory beside the plan's, and a sync amid requests.
 
     python -m benchmarks.gpu.adapters [--shape 4b] [--rank 32] [--tokens 16384] [--length 2048] [--steps 5] [--syncs 4] [--out FILE]
-    python -m benchmarks.gpu.adapters --shape 30b-a3b --experts --apart --recompute selective
+    python -m benchmarks.gpu.adapters --shape 4b --halves train --tokens 16384 --length 16384 --limit-gib 78
+    python -m benchmarks.gpu.adapters --shape 30b-a3b --experts --apart --rank 16 --recompute full --tokens 8192
 
 Weights are random. `train`: tokens/s of a step (the median after two that warm up) with adapters and with all weights, each in a
 process of its own, and the most memory that PyTorch held beside what `millrace check` plans. `serve`: SGLang serves adapters by name
@@ -10,7 +11,11 @@ of an answer during a sync and at other times. `gap`: of the log-probabilities o
 Targets: syncs of 0.05 s, memory within 10 % of the plan, 1.3 times the tokens/s.
 
 `--experts`: the experts of a mixture have adapters too. `--apart`: trainer and engine have a GPU each, for shapes of which one GPU
-does not hold both; all weights are not trained then. `--device cpu --shape tiny-a3b` tries the same with the embedded engine.
+does not hold both; all weights are not trained then. `--halves train`, `--halves serve`: one half alone; `--models DIR` keeps the
+weights for the other. `--limit-gib`: PyTorch may hold no more GPU memory while adapters train, and all weights are not trained; CUDA's
+context comes to it. `--sglang`: more options of the engine, as JSON. The embedded engine serves the same on a CPU:
+
+    python -m benchmarks.gpu.adapters --device cpu --shape tiny-a3b --experts --apart --tokens 1024 --length 256 --streams 2 --answer 400
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ SIDES = ("adapters", "whole")
 EXPERTS = r"model\.layers\.\d+\.(self_attn|mlp(\.experts\.\d+)?)\.(q|k|v|o|gate|up|down)_proj"
 TEXTS, TEXT = 4, 32  # that engine and trainer score, and tokens of one
 TARGETS = {"sync_s": 0.05, "memory": 0.10, "speed": 1.3}
-STREAMS, ANSWER, EVERY = 32, 6000, 8
+HALVES = ("train", "serve")
+EVERY = 8  # tokens of a part of an answer
 WARM_UP = 2
 
 
@@ -63,6 +69,11 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true", help="adapters of experts too")
     parser.add_argument("--apart", action="store_true", help="trainer and engine on a GPU each")
     parser.add_argument("--recompute", default="none", help="trainer.recompute")
+    parser.add_argument("--halves", nargs="+", choices=HALVES, default=HALVES)
+    parser.add_argument("--limit-gib", type=float, help="of GPU memory that PyTorch may hold for a step")
+    parser.add_argument("--streams", type=int, default=32, help="requests during the syncs")
+    parser.add_argument("--answer", type=int, default=6000, help="tokens of an answer")
+    parser.add_argument("--sglang", type=json.loads, default={}, help="more of engines.sglang, as JSON")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--models", type=Path, help="where model folders are kept")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
@@ -80,14 +91,21 @@ def main() -> None:
             "versions": versions(),
             "targets": TARGETS,
         }
-        sides = SIDES[:1] if options.apart else SIDES
-        report["train"] = {side: in_process(side, options) for side in sides}
-        if not options.apart:
-            one, other = (report["train"][side]["tokens_per_s"] for side in SIDES)
-            report["train"]["speed"] = round(one / other, 2)
-        note(report, options.out)
-        report["serve"] = served(model, Path(scratch), options)
-        note(report, options.out)
+        if "train" in options.halves:
+            report["train"] = both_sides(options)
+            note(report, options.out)
+        if "serve" in options.halves:
+            report["serve"] = served(model, Path(scratch), options)
+            note(report, options.out)
+
+
+def both_sides(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of adapters and of all weights; of adapters alone if not both have room."""
+    if options.apart or options.limit_gib:
+        return {SIDES[0]: in_process(SIDES[0], options)}
+    found = {side: in_process(side, options) for side in SIDES}
+    one, other = (found[side]["tokens_per_s"] for side in SIDES)
+    return found | {"speed": round(one / other, 2)}
 
 
 def note(report: dict[str, Any], out: Path | None) -> None:
@@ -104,6 +122,7 @@ def in_process(side: str, options: argparse.Namespace) -> dict[str, Any]:
     for name in ("shape", "rank", "tokens", "length", "steps", "syncs", "models", "recompute", "device"):
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--experts"] if options.experts else []
+    command += ["--limit-gib", str(options.limit_gib)] if options.limit_gib else []
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
@@ -145,7 +164,11 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
     from millrace.core.config.plan.plan import make_plan
     from millrace.core.contracts.task_records import StepRequest
 
-    finish = torch.cuda.synchronize if options.device == "cuda" else int
+    on_gpu = options.device == "cuda"
+    finish = torch.cuda.synchronize if on_gpu else int
+    if on_gpu and options.limit_gib:
+        whole_gpu = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.limit_gib * 2**30 / whole_gpu, 0)
     config = run_config(model, folder, options, lora=options.side == "adapters")
     rank = TrainerRank(config.model_dump(mode="json"), 0, 1)
     rank.setup(rank.address())
@@ -158,7 +181,7 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
             rank.train(StepRequest(step, batch))
             finish()
             seconds.append(time.perf_counter() - started)
-        held = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+        held, reserved, left, of = gpu_memory() if on_gpu else (0, 0, 0, 0)
         lora = config.trainer.lora
         exports = [
             export_phases(rank.policy, rank.hf, lora, SHARED_MEMORY)
@@ -172,12 +195,22 @@ def trained(model: Path, folder: Path, options: argparse.Namespace) -> dict[str,
     return {
         "tokens_per_s": round(options.tokens / statistics.median(seconds[WARM_UP:])),
         "step_s": [round(each, 3) for each in seconds],
+        "limit_gib": options.limit_gib,
         "held_gib": round(held / 2**30, 2),
+        "reserved_gib": round(reserved / 2**30, 2),
+        "gpu_used_gib": round((of - left) / 2**30, 2),
         "planned_gib": round(whole / 2**30, 2),
         "held_over_planned": round(held / whole, 3),
         "plan_gib": {name: round(size / 2**30, 2) for name, size in planned.items()},
         "export_s": [{name: round(value, 4) for name, value in each.items()} for each in exports[1:]],
     }
+
+
+def gpu_memory() -> tuple[int, int, int, int]:
+    """Bytes: the most that tensors took, the most that PyTorch held for them, and what of the GPU is free now and in all."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), *torch.cuda.mem_get_info()
 
 
 def served(model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -186,8 +219,12 @@ def served(model: Path, folder: Path, options: argparse.Namespace) -> dict[str, 
 
     os.environ["PREFECT_API_URL"] = ensure_server()
     share = 0.85 if options.apart else 0.3
-    sglang = {**SGLANG, "mem_fraction_static": share, "cuda_graph_max_bs_decode": 2 * STREAMS}
-    engines = {"kind": "sglang", "sglang": sglang} if options.device == "cuda" else {"kind": "embedded"}
+    sglang = {**SGLANG, "mem_fraction_static": share, "cuda_graph_max_bs_decode": 2 * options.streams}
+    engines = (
+        {"kind": "sglang", "sglang": {**sglang, **options.sglang}}
+        if options.device == "cuda"
+        else {"kind": "embedded"}
+    )
     together = {"colocate": True, "offload_engines": False, "offload_trainer": False}
     apart = options.apart or options.device == "cpu"
     config = run_config(
@@ -211,11 +248,14 @@ async def measured(config: RunConfig, folder: Path, options: argparse.Namespace)
 
     runtime = Runtime(config)
     await runtime.open()
-    marks: list[list[float]] = [[] for _ in range(STREAMS)]
+    marks: list[list[float]] = [[] for _ in range(options.streams)]
     syncs, spans = [], []
     try:
         (engine,) = (await runtime.memory.for_engines(VersionRange.only(0))).serving
-        asking = [asyncio.create_task(stream(engine, number, marks[number])) for number in range(STREAMS)]
+        asking = [
+            asyncio.create_task(stream(engine, number, options.answer, marks[number]))
+            for number in range(options.streams)
+        ]
         while not all(marks):  # noqa: ASYNC110 - streams tell nobody
             await asyncio.sleep(0.1)
         await asyncio.sleep(3.0)
@@ -260,15 +300,15 @@ async def gap_of(runtime: Runtime, engine: EngineClient, version: int) -> float:
     return mean_gap(expected, await engine.weights.logprobs(texts))
 
 
-async def stream(engine: EngineClient, number: int, marks: list[float]) -> Generation:
-    """A long answer whose parts leave a mark each."""
+async def stream(engine: EngineClient, number: int, length: int, marks: list[float]) -> Generation:
+    """An answer of so many tokens whose parts leave a mark each."""
     from millrace.connectors.engines.client import GenerateRequest
 
     def seen(_: Generation) -> bool:
         marks.append(time.perf_counter())
         return True
 
-    params = {"max_new_tokens": ANSWER, "temperature": 1.0, "ignore_eos": True, "sampling_seed": number}
+    params = {"max_new_tokens": length, "temperature": 1.0, "ignore_eos": True, "sampling_seed": number}
     prompt = [(number * 977 + at * 31) % (VOCAB - 2) + 2 for at in range(64)]
     return await engine.generate(
         GenerateRequest(
