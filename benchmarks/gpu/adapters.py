@@ -235,6 +235,8 @@ def served(model: Path, folder: Path, options: argparse.Namespace) -> dict[str, 
         engines=engines,
         placement={"colocate": False} if apart else together,
         sync={"lora": "names"},
+        # the streams keep their version through all syncs: the embedded engine, unlike SGLang, has room for no more than a run needs
+        **({"pipeline": {"max_staleness": options.syncs}} if options.device == "cpu" else {}),
     )
     return asyncio.run(measured(config, folder, options))
 
