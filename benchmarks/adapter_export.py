@@ -5,7 +5,8 @@
 One rank holds the adapters of every layer, and no weights: on the GPU if there is one, in bfloat16. `gather`: from ranks and layers to
 one buffer; `copy`: to the host; `write`: to a folder, in shared memory by default. `load`: the embedded engine reads the folder. The
 first pass warms up, and the median of the others counts. `memcpy` copies as many bytes by one thread to memory that is in use: no
-single writer to a folder is faster.
+single writer to a folder is faster. The other ways write them to a file there: by calls, by a mapping whose pages come while it is
+written, or by one whose pages are there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import mmap
 import operator
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ from megatron.core import parallel_state as mpu
 from benchmarks.gpu.shapes import SHAPES, command_line, device_name, model_config, versions
 from millrace.connectors.engines.embedded.adapters import read_adapter
 from millrace.connectors.host.own_folders import SHARED_MEMORY
-from millrace.connectors.trainers.adapters import write_peft
+from millrace.connectors.trainers.adapters import CHUNK, write_peft
 from millrace.connectors.trainers.megatron.model.adapters import Adapters
 from millrace.connectors.trainers.megatron.model.pairs import Pair
 from millrace.connectors.trainers.megatron.model.policy_model import RankModel
@@ -80,7 +84,9 @@ def measured(device: torch.device, options: argparse.Namespace) -> dict[str, Any
     model = adapters_alone(hf, lora, device)
     size = sum(each.nbytes for each in model.parameters())
     passes = [
-        export_phases(model, hf, lora, options.folder) | {"memcpy": memcpy(size)}
+        export_phases(model, hf, lora, options.folder)
+        | {"memcpy": memcpy(size)}
+        | writes(size, options.folder)
         for _ in range(options.repeats + 1)
     ]
     found = {name: [each[name] for each in passes[1:]] for name in passes[0]}
@@ -130,6 +136,38 @@ def export_phases(model: RankModel, hf: dict[str, Any], lora: Lora, place: Path)
         mark()
     seconds = dict(zip(("gather", "copy", "write", "load"), map(operator.sub, marks[1:], marks), strict=True))
     return seconds | {"export": marks[3] - marks[0]}
+
+
+def writes(size: int, place: Path) -> dict[str, float]:
+    """Seconds of each way to write so many bytes to a new file, by threads."""
+    source = torch.ones(size, dtype=torch.uint8)
+    seconds = {}
+    for threads in (1, 4, 8):
+        spans = [slice(at, at + CHUNK) for at in range(0, size, CHUNK)]
+        for way in ("calls", "mapping", "mapping before"):
+            with (
+                tempfile.TemporaryFile(dir=place, buffering=0) as file,
+                ThreadPoolExecutor(threads, initializer=time.sleep, initargs=(0.01,)) as pool,
+            ):
+                write = _writer(way, source, file.fileno())
+                list(pool.map(time.sleep, [0.02] * threads))  # all threads are there
+                started = time.perf_counter()
+                list(pool.map(write, spans))
+                seconds[f"{way}, {threads} threads"] = time.perf_counter() - started
+                del write
+    return seconds
+
+
+def _writer(way: str, source: torch.Tensor, file: int) -> Callable[[slice], object]:
+    """Writes a part of the source to a file."""
+    if way == "calls":
+        values = source.numpy().data
+        return lambda span: os.pwrite(file, values[span], span.start)
+    os.truncate(file, len(source))
+    target = torch.frombuffer(mmap.mmap(file, len(source)), dtype=torch.uint8)
+    if way == "mapping before":
+        target.fill_(0)
+    return lambda span: target[span].copy_(source[span])
 
 
 def memcpy(size: int) -> float:
