@@ -264,12 +264,15 @@ async def measured(config: RunConfig, folder: Path, options: argparse.Namespace)
         for step in range(1, options.syncs + 1):
             async with runtime.memory.for_trainer() as trainer:
                 ranks = await trainer.at(step - 1)
-                await ranks.together(Rank.train, StepRequest(step, batch_of(folder, step, options)))
+                batch = batch_of(folder, step, options)
+                began = time.perf_counter()
+                await ranks.together(Rank.train, StepRequest(step, batch))
+                step_s = time.perf_counter() - began
             await asyncio.sleep(1.0)
             started = time.perf_counter()
             phases = await runtime.memory.update_engines(step)
             spans.append((started, time.perf_counter()))
-            syncs.append({**phases, "sync": spans[-1][1] - started})
+            syncs.append({**phases, "sync": spans[-1][1] - started, "step": step_s})
             await asyncio.sleep(1.0)
         running = sum(not task.done() for task in asking)
         newest = await engine.weight_version()

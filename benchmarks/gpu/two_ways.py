@@ -27,6 +27,7 @@ from benchmarks.batch_rows import batch_row, write_batch
 from benchmarks.gpu.shapes import command_line
 from millrace.connectors.trainers.megatron.model.attention import PackedAttention
 from millrace.connectors.trainers.megatron.rank import TrainerRank
+from millrace.connectors.trainers.rank import Rank
 from millrace.core.contracts.task_records import StepRequest
 
 PROMPT, PACK = 64, 16384
@@ -74,7 +75,7 @@ def from_ranks(work: Callable[..., None], device: str, world: int, *arguments: A
     return found
 
 
-def set_up(trainer: TrainerRank, rank: int, world: int, addresses: Any) -> None:
+def set_up(trainer: Rank, rank: int, world: int, addresses: Any) -> None:
     """Have the ranks find each other by the address of rank 0."""
     if rank == 0:
         master = trainer.address()
