@@ -1,4 +1,5 @@
-"""`python -m tests.pairs` counts the outcomes of pairs. `--write` stores the table; `--cover` also chooses the covering runs again."""
+"""`python -m tests.pairs` counts the outcomes of pairs. `--write` stores the table; `--cover` also chooses the covering runs again;
+`--extend` keeps them, and adds runs for pairs of a new feature."""
 
 from __future__ import annotations
 
@@ -18,9 +19,15 @@ def main() -> None:
     parser.add_argument(
         "--cover", action="store_true", help="make the runs anew, and keep them and the table"
     )
+    parser.add_argument(
+        "--extend", action="store_true", help="add runs for the pairs that no run has, and keep them"
+    )
     options = parser.parse_args()
-    runs = covering(to_run()) if options.cover else kept_runs()
-    if options.write or options.cover:
+    if options.cover or options.extend:
+        runs = covering(to_run(), [] if options.cover else kept_runs())
+    else:
+        runs = kept_runs()
+    if options.write or options.cover or options.extend:
         write(runs)
     kinds = Counter(line.partition(":")[0] for line in table(runs).values())
     print(f"{len(FEATURES)} features, {sum(kinds.values())} pairs, {len(runs)} runs")

@@ -15,10 +15,15 @@ AHEAD = 0.3  # what a pair counts that a feature may cover later
 NOISE = 4.0
 
 
-def covering(wanted: Iterable[Pair]) -> list[list[str]]:
-    """Runs in which each wanted pair occurs: greedy, with several tries a run, and the same each time."""
+def covering(wanted: Iterable[Pair], kept: Iterable[list[str]] = ()) -> list[list[str]]:
+    """Runs in which each wanted pair occurs: greedy, with several tries a run, and the same each time.
+
+    kept: runs that there are, which come first.
+    """
     missing, order, numbers = set(wanted), list(FEATURES).index, random.Random(1)
-    runs: list[list[str]] = []
+    runs = list(kept)
+    for run in runs:
+        missing -= _pairs(run)
     while missing:
         starts = sorted(sorted(both, key=order) for both in missing)
         tries = [_grown(numbers.choice(starts), missing, numbers) for _ in range(TRIES)]

@@ -262,6 +262,12 @@ GROUPS = {
         {"data.sources": [{"name": "short", "path": "short.jsonl", "sampling_key": "sampling", "weight": 2}]},
         carries=("data.sources.0.sampling_key",),
     ),
+    "pictures": Feature(
+        {"data.sources": [{"name": "seen", "path": "seen.jsonl", "images_key": "images"}]},
+        {"trainer.kind": "fsdp"},
+        ("data.sources.0.images_key", "evaluation.sets.0.images_key"),
+        Elsewhere("need a model that sees them", "tests/flows/test_picture_runs.py"),
+    ),
     "template": Feature(
         {"data.sources": [{"name": "told", "path": "second.jsonl", "system": "be brief", "weight": 2}]},
         carries=("data.sources.0.system",),
@@ -295,12 +301,23 @@ SURROUNDINGS = {
     "passes": Feature({"trainer.passes": 2}),
     "stored_logprobs": Feature({"trainer.store_logprobs": True}),
     "stages_of_the_model": Feature({"trainer.world_size": 2, "trainer.parallel.pipeline": 2}),
+    "fsdp": Feature({"trainer.kind": "fsdp"}),
+    "copies_of_weights": Feature(
+        {"trainer.parallel.replicate": 2, "trainer.world_size": 2}, {"trainer.kind": "fsdp"}
+    ),
+    "context": Feature({"trainer.parallel.context": 2, "trainer.world_size": 2}),
     "recompute": Feature({"trainer.recompute": "full"}, carries=("trainer.recompute=selective",)),
     "plain_optimizer": Feature({"trainer.optimizer.distributed": False}),
     "host_optimizer": Feature({"trainer.optimizer.offload": 0.5}),
     "bfloat16": Feature({"model.dtype": "bfloat16"}),
     "lora": Feature(
         {"trainer.lora.rank": 4, "trainer.lora.alpha": 8.0}, carries=("trainer.lora", "trainer.lora.path")
+    ),
+    "lora_of_experts": Feature(
+        {"trainer.lora.rank": 4, "trainer.lora.alpha": 8.0, "trainer.lora.targets": r".*\.experts\..*"},
+        elsewhere=Elsewhere(
+            "needs a model with experts", "tests/connectors/megatron/test_grouped_adapters.py"
+        ),
     ),
 }
 ENGINES = {

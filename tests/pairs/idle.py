@@ -14,7 +14,10 @@ LEARNING = (
     "critic returns teacher kl kl_in_reward reference entropy gspo own_loss whiten icepop sequence_masks sampler_ratio constant "
     "max_token_age"
 )
-STEPS = "steps passes stages_of_the_model recompute plain_optimizer host_optimizer background_checkpoint exports bfloat16 lora"
+STEPS = (
+    "steps passes stages_of_the_model recompute plain_optimizer host_optimizer background_checkpoint exports bfloat16 lora "
+    "fsdp copies_of_weights context"
+)
 IDLE: dict[str, dict[str, str]] = {
     "sft": {
         **_each("supervised training generates nothing", f"{SAMPLING} {ENGINES}"),

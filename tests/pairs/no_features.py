@@ -39,10 +39,7 @@ NO_FEATURES: Mapping[str, str] = MappingProxyType(
         "evaluation.sets.0.system evaluation.sets.0.tools_key evaluation.sets.0.chat_template_kwargs "
         "evaluation.sets.0.chat_template_kwargs_key evaluation.sets.0.sampling_key evaluation.sets.0.label_from_prompt "
         "evaluation.sets.0.loss_on=assistant evaluation.sets.0.loss_on=last_assistant",
-        "pictures, which tests/core/config/test_image_rules.py refuses in pairs": "data.sources.0.images_key "
-        "evaluation.sets.0.images_key",
         "another trainer, whose run is tests/flows/test_another_trainer.py": "trainer.rank",
-        "FSDP's trainer, whose run is tests/flows/test_fsdp_runs.py": "trainer.kind=fsdp",
         "sets fields of `trainer`, `engines` and `placement` for a published model: tests/core/config/test_model_presets.py": (
             "model.preset"
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -33,6 +34,16 @@ def _trained_under(section: str, *path: str, value: Any) -> Sign:
         for part in (section, *path):
             at = at[part]
         return bool(at == value)
+
+    return holds
+
+
+def _saved_by(name: str, value: str) -> Sign:
+    """Each checkpoint's marker has the value."""
+
+    def holds(left: Left) -> bool:
+        markers = [json.loads(path.read_text()) for path in left.folder.glob("checkpoints/*/complete.json")]
+        return bool(markers) and all(marker.get(name) == value for marker in markers)
 
     return holds
 
@@ -217,6 +228,9 @@ SIGNS: dict[str, Sign] = {
     ),
     "stored_logprobs": lambda left: any(left.folder.glob("iterations/*/logprobs*")),
     "stages_of_the_model": _trained_under("numerics", "parallel", "pipeline", value=2),
+    "fsdp": _saved_by("trainer", "fsdp"),
+    "copies_of_weights": _trained_under("numerics", "parallel", "replicate", value=2),
+    "context": _trained_under("numerics", "parallel", "context", value=2),
     "recompute": _trained_under("numerics", "recompute", value="full"),
     "host_optimizer": _trained_under("configuration", "trainer", "optimizer", "offload", value=0.5),
     "plain_optimizer": _trained_under("configuration", "trainer", "optimizer", "distributed", value=False),
