@@ -14,7 +14,8 @@ TEMPLATE = (
     "{% endfor %}{% endif %}{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 TOKENS = [*SPECIAL, *dict.fromkeys(CHARACTERS), *MARKS]
 VOCABULARY = 104
 assert len(TOKENS) <= VOCABULARY
@@ -68,6 +69,8 @@ def build_tiny_vision(
     else:
         text["head_dim"] = head_dim
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    if kind == "qwen3_vl_moe":
+        text |= {**EXPERTS, "moe_intermediate_size": 3 * hidden // 4, "tie_word_embeddings": False}
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     marks = dict(zip(ids, map(mark, MARKS), strict=True))
     with torch.random.fork_rng(devices=[]):
@@ -79,6 +82,7 @@ def build_tiny_vision(
                 weights.data.mul_(contrast if "visual" in name else 2)
     target = Path(folder)
     model.save_pretrained(target)
+    _put_inputs_first(target / "model.safetensors")
     build_tokenizer().save_pretrained(target)
     side = 2 * patch
     settings = {
@@ -92,6 +96,17 @@ def build_tiny_vision(
     }
     (target / "preprocessor_config.json").write_text(json.dumps(settings))
     return target
+
+
+def _put_inputs_first(file: Path) -> None:
+    """Store experts as they are published: transformers writes them with their outputs first."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    experts = [name for name in tensors if ".mlp.experts." in name]
+    if experts:
+        turned = {name: tensors[name].transpose(1, 2).contiguous() for name in experts}
+        save_file(tensors | turned, file, metadata={"format": "pt"})
 
 
 def build_tokenizer() -> Any:

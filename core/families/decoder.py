@@ -338,6 +338,23 @@ EXPERTS_IN_EITHER_FORM = (
         when=TOGETHER,
     ),
 )
+# the same in tensors of all experts of a layer whose inputs come first
+EXPERTS_INPUTS_FIRST = (
+    *ROUTER,
+    ModelPart(
+        f"{_EXPERT}.linear_fc1.weight",
+        {f"{_AT}.mlp.experts.gate_up_proj": ("experts", "hidden", "expert_pair")},
+        0,
+        "halves",
+        inputs_first=True,
+    ),
+    ModelPart(
+        f"{_EXPERT}.linear_fc2.weight",
+        {f"{_AT}.mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
+        1,
+        inputs_first=True,
+    ),
+)
 # a router and experts with biases; tensors of all experts of a layer
 BIASED_EXPERTS = (
     ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.router.weight": ("experts", "hidden")}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class VisionFamily:
 SEEING = {
     "qwen2_5_vl": VisionFamily(patch=14, interleaved=False, sections=(16, 24, 24)),
     "qwen3_vl": VisionFamily(patch=16, interleaved=True, sections=(24, 20, 20)),
+    "qwen3_vl_moe": VisionFamily(patch=16, interleaved=True, sections=(24, 20, 20)),
 }
 
 
@@ -102,6 +103,11 @@ class ImageRules:
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """Patches of a fitted picture: frames, rows and columns."""
         return 1, height // self.patch, width // self.patch
+
+    def expanded(self, ids: Sequence[int], counts: Iterable[int]) -> list[int]:
+        """Token ids in which each picture has as many as it takes, of ids with one for each. counts: by picture, in their order."""
+        left = iter(counts)
+        return [each for token in ids for each in ([token] * next(left) if token == self.token else [token])]
 
     def patches(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """The patches [n, 3 * frames * patch * patch] of a fitted picture [height, width, 3], those of a token together."""

@@ -23,7 +23,7 @@ from millrace.core.families.qwen3 import QWEN3, QWEN3_MOE
 from millrace.core.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from millrace.core.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from millrace.core.families.qwen3_next import QWEN3_NEXT
-from millrace.core.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
+from millrace.core.families.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 
 GROUP = "millrace.families"
 BUILT_IN = (
@@ -44,7 +44,7 @@ BUILT_IN = (
     GLM4_MOE,
 )
 # of families that are there, as other checkpoints store them
-OTHER_FORMS = (QWEN3_5, QWEN3_5_MOE, QWEN2_5_VL, QWEN3_VL)
+OTHER_FORMS = (QWEN3_5, QWEN3_5_MOE, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)
 _known: dict[str, Family] = {family.name: family for family in (*BUILT_IN, *OTHER_FORMS)}
 
 

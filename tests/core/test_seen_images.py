@@ -88,7 +88,7 @@ def test_positions_are_those_of_the_model_and_of_plain_text(folder: Path, rules:
         ("preprocessor_config.json", {"image_mean": [1]}, "no image_mean of three channels"),
         ("config.json", {"image_token_id": None}, "no image_token_id"),
         ("config.json", {"vision_config": None}, "no pictures are shown to"),
-        ("config.json", {"model_type": "qwen3_vl_moe"}, "no pictures are shown to model_type 'qwen3_vl_moe'"),
+        ("config.json", {"model_type": "glm4v_moe"}, "no pictures are shown to model_type 'glm4v_moe'"),
     ],
 )
 def test_a_folder_that_says_it_otherwise_is_refused(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from millrace.connectors.huggingface.tiny_vision import KINDS
 from millrace.core.contracts.images import image_names
 from tests.support import seen_rows
 from tests.support.flow_runs import Workplace, exported, generated, trained, undisturbed
@@ -18,7 +19,7 @@ from tests.support.flow_runs import Workplace, exported, generated, trained, und
 GAP = 1e-5  # nats a token, of float32
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=KINDS)
 def here(workplace: Workplace, request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """Arguments of a run with pictures, in the workplace."""
     (workplace.folder / seen_rows.NAME).write_text(seen_rows.MODULE)

@@ -3,7 +3,7 @@
 All ranks must iterate together, and every rank gets every tensor. Knows nothing of files, nor of the tensors' receivers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,12 +15,20 @@ from torch.nn import Parameter
 from millrace.connectors.trainers.frozen_models import held
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of_units
 from millrace.connectors.trainers.weights.buckets import JOINED, TensorGroup, Unit
+from millrace.core.families.architecture import Architecture
+from millrace.core.families.tensors import tensor_shapes
 
 
-def hf_tensors(model: PackedModel, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each unit in turn, parameters in a type; each once, tied ones under the embedding's name."""
+def hf_tensors(
+    model: PackedModel, dtype: torch.dtype, shape: Architecture | None
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each unit in turn, parameters in a type; each once, tied ones under the embedding's name.
+
+    shape: of the model, if its family is known.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
+    shapes = tensor_shapes(shape) if shape is not None else {}
     names = {id(tensor): name for name, tensor in reversed([*_kept(model)])}
     units = [*parts_of_units(model)]
     for _, parts in [units[-1], *units[:-1]]:  # the root first, since a single file begins with the embedding
@@ -33,7 +41,13 @@ def hf_tensors(model: PackedModel, dtype: torch.dtype) -> Iterator[dict[str, Ten
                     own = tensor.detach()
                     whole[name] = _full(own.to(dtype) if isinstance(tensor, Parameter) else own)
         stored: dict[str, Tensor] = revert_weight_conversion(model.inner, whole)
-        yield {name: tensor.contiguous() for name, tensor in stored.items()}
+        yield {name: _as_stored(tensor, name, shapes) for name, tensor in stored.items()}
+
+
+def _as_stored(tensor: Tensor, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    # transformers reads Qwen3-VL's experts with their inputs first, as published, and gives them back with their outputs first
+    turned = tensor.shape != shapes.get(name, tensor.shape)
+    return (tensor.transpose(-1, -2) if turned else tensor).contiguous()
 
 
 def _kept(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
@@ -47,11 +61,11 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sections(model: PackedModel, dtype: torch.dtype) -> list[TensorGroup]:
+def sections(model: PackedModel, dtype: torch.dtype, shape: Architecture | None) -> list[TensorGroup]:
     """One section: every rank gathers every tensor."""
 
     def units() -> Iterator[Unit]:
-        for tensors in hf_tensors(model, dtype):
+        for tensors in hf_tensors(model, dtype, shape):
             joined = [name for name in tensors if name.endswith(JOINED)]
             if len(joined) == len(JOINED):  # of one block, as are all tensors here
                 yield [(name, tensors.pop(name)) for name in joined]

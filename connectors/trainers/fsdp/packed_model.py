@@ -168,6 +168,15 @@ def _read(config: RunConfig, folder: str, device: torch.device, field: str, seei
             where=f"{field} = {folder}",
             remedy="take another model: trainer.kind=fsdp computes log-probabilities from that product",
         )
+    if inner.config.model_type == "qwen3_vl_moe" and keys["hidden_size"] in (
+        keys["moe_intermediate_size"],
+        2 * keys["moe_intermediate_size"],
+    ):
+        raise ConfigError(
+            "its experts are square, and transformers does not see that they are stored with their inputs first",
+            where=f"{field} = {folder}",
+            remedy="take a model with moe_intermediate_size other than hidden_size and its half",
+        )
     memory = next((name for name, part in inner.named_modules() if isinstance(part, Conv1d)), None)
     if memory:
         raise ConfigError(

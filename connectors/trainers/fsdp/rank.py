@@ -65,7 +65,7 @@ class FsdpRank(LearnerRank):
     def _sections(self) -> list[TensorGroup]:
         from millrace.connectors.trainers.fsdp.hf_weights import sections
 
-        return sections(self.learner.policy.inner, self._dtype)
+        return sections(self.learner.policy.inner, self._dtype, self.learner.architecture)
 
     def _write_export(self, folder: Path, served: Served, merged: bool) -> None:
         import torch.distributed as dist
@@ -77,10 +77,10 @@ class FsdpRank(LearnerRank):
 
         model, source = self.learner.policy.inner, self.config.model.path
         tensors: dict[str, torch.Tensor] = {}
-        for unit in hf_tensors(model, self._dtype):  # all ranks gather, rank 0 keeps
+        shape = self.learner.architecture
+        for unit in hf_tensors(model, self._dtype, shape):  # all ranks gather, rank 0 keeps
             if dist.get_rank() == 0:
                 tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in unit.items()}
-        shape = self.learner.architecture
         if dist.get_rank() == 0 and shape is not None:  # what no step changes, such as a tower
             kept = FolderTensors(source, shape, whole=False)
             tensors |= {name: kept[name] for name in kept.kept if name not in tensors}

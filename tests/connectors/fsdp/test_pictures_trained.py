@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from examples.plain_rl import grpo_loss
 from millrace.connectors.huggingface.tiny_vision import KINDS, VOCABULARY, build_tiny_vision
@@ -19,11 +19,15 @@ from millrace.connectors.storage.images import Picture, StoredImages, picture_of
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.trainers.rank import HeldOutSample
 from millrace.core.contracts.images import image_names
+from millrace.core.errors import ConfigError
+from millrace.core.families.architecture import architecture
+from millrace.core.families.config_file import read_hf_config
 from millrace.core.families.images import ImageRules, image_rules
+from millrace.core.families.tensors import weight_tensors
 from tests.connectors.fsdp.test_fsdp_trainer import fsdp, gradients
 from tests.support.noise import noise
 from tests.support.slow_members import slow_but
-from tests.support.trainer_ranks import Workers, log_probabilities, samples, write_batch
+from tests.support.trainer_ranks import RankFailedError, Workers, log_probabilities, samples, write_batch
 
 SEEN = (1, 0, 2, 1)  # pictures of the samples, in turns
 
@@ -156,3 +160,29 @@ def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
     before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_experts_of_which_shapes_tell_no_orientation_are_refused(
+    workers: Workers, tmp_path: Path, width: int
+) -> None:
+    folder = build_tiny_vision(tmp_path, "qwen3_vl_moe", hidden=32)
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.moe_intermediate_size = width
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    with (
+        pytest.raises(RankFailedError, match=r"^ConfigError.*model\.path.*its experts are square"),
+        workers.group(fsdp(folder)),
+    ):
+        pass
+
+
+def test_experts_that_are_stored_with_their_outputs_first_are_refused(tmp_path: Path) -> None:
+    """As transformers writes them. SGLang turns them without looking."""
+    folder = build_tiny_vision(tmp_path, "qwen3_vl_moe", hidden=32)
+    AutoModelForImageTextToText.from_pretrained(folder).save_pretrained(folder)
+    shape = architecture(read_hf_config(str(folder)))
+    with pytest.raises(
+        ConfigError, match=r"down_proj .*has shape \[4, 32, 24\], the model has \[4, 24, 32\]"
+    ):
+        weight_tensors(str(folder), shape)
