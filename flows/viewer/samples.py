@@ -1,40 +1,27 @@
 """A group and a sample with their texts, tokens and turns: rows that are found by their ids and read with the wanted columns alone.
 
-Owns where a row lies: the row groups of each group's id, kept in memory for committed iterations.
+`group_places` knows where the rows of a group lie.
 """
 
 from __future__ import annotations
 
-import bisect
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.ranged import among
 from millrace.core.contracts.ids import iteration_number, rollout_of
 from millrace.core.contracts.turns import place_of_columns, rows_that_count
 from millrace.core.errors import MissingFileError, StorageError
 from millrace.core.plain_text import whole
+from millrace.flows.viewer.group_places import GroupPlaces
 from millrace.flows.viewer.index import SampleTable, SampleTables
 from millrace.flows.viewer.messages import Message, conversation, readable_json
 from millrace.flows.viewer.stored import Iteration, NotShown, Problems, ViewedRun
 from millrace.flows.viewer.tokens import TokenRow, by_token, texts_of, vocabulary
 
-PLACES_KEPT = 8  # of (iteration, kind)
-GROUPS_KEPT = 1000
-FEW = 16  # row groups or parts; of more, those are read first that should hold a group
-AT_ONCE = {"batch": 1, "rollouts": 8, "rewards": 8}  # parts land in about the order of drawing
-TASKS = {"rollouts": "rollout", "rewards": "reward"}  # that wrote parts
-DRAWN = {  # the samples of a table by kind, in the order of drawing
-    "batch": "verdict = 'kept'",
-    **dict.fromkeys(("rollouts", "rewards"), "reused_from IS NULL AND verdict IS DISTINCT FROM 'returned'"),
-}
 OF_GROUP = (
     "sample_id",
     "group_id",
@@ -165,9 +152,7 @@ class Samples:
 
     def __init__(self, run: ViewedRun, tables: SampleTables) -> None:
         self._run, self._tables = run, tables
-        self._places: OrderedDict[tuple[int, str], dict[str, list[tuple[str, int]]]] = OrderedDict()
-        self._near_ones: OrderedDict[tuple[int, str, str], list[tuple[str, int]]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._places = GroupPlaces(tables)
         self._vocabulary: list[Tokenizer | None] = []
 
     def group(self, index: int, group: str) -> GroupView:
@@ -362,9 +347,7 @@ class Samples:
         entries = iteration.of_kind(kind)
         if not entries:
             return []
-        places = self._near(iteration, kind, group, problems)
-        if places is None:
-            places = self._placed(iteration, kind, problems).get(group, [])
+        places = self._places.of(iteration, kind, group, problems)
         paths = {path for path, _ in places}
         found: list[dict[str, Any]] = []
         for _, _, table in iteration.tables.groups(
@@ -378,67 +361,6 @@ class Samples:
             here = [at for at, name in enumerate(ids) if name == group]
             # `take` and `filter` would import pandas, for half of what a first sample takes
             found += [row for at in here for row in table.slice(at, 1).to_pylist()]
-        return found
-
-    def _placed(
-        self, iteration: Iteration, kind: str, problems: Problems
-    ) -> dict[str, list[tuple[str, int]]]:
-        key = iteration.index, kind
-        with self._lock:
-            if key in self._places:
-                return self._places[key]
-            places: dict[str, list[tuple[str, int]]] = {}
-            entries = iteration.of_kind(kind)
-            for entry, number, table in iteration.tables.groups(
-                entries, kind, ["group_id"], failed=problems.note
-            ):
-                for name in table.column("group_id").unique().to_pylist():
-                    places.setdefault(name, []).append((entry.path, number))
-            if iteration.committed and not problems.listed():
-                self._places[key] = places
-                while len(self._places) > PLACES_KEPT:
-                    self._places.popitem(last=False)
-            return places
-
-    def _near(
-        self, iteration: Iteration, kind: str, group: str, problems: Problems
-    ) -> list[tuple[str, int]] | None:
-        """The row groups of a batch or of parts that hold a group, looked for from where the order of drawing puts it.
-
-        None if the table of samples does not know the group there, or if there are few row groups or parts.
-        """
-        if not iteration.committed or kind not in DRAWN:
-            return None
-        key = iteration.index, kind, group
-        with self._lock:
-            if key in self._near_ones:
-                return self._near_ones[key]
-        pieces = _pieces(iteration, kind, problems)
-        if len(pieces) <= FEW:
-            return None
-        (known,) = self._tables.of(iteration.index).ask(
-            "SELECT count(*) FILTER (group_id = ?) AS wanted, count(*) FILTER (ordinal < (SELECT min(ordinal) FROM samples "
-            f"WHERE group_id = ?)) AS before FROM samples WHERE {DRAWN[kind]}",
-            [group, group],
-        )
-        wanted, before = int(str(known["wanted"])), int(str(known["before"]))
-        if not wanted:
-            return None
-        ends = list(accumulate(piece.rows for piece in pieces))
-        guess = min(bisect.bisect_right(ends, before), len(pieces) - 1)
-        nearest = sorted(pieces, key=lambda piece: abs(piece.at - guess))
-        found: list[tuple[str, int]] = []
-        for start in range(0, len(nearest), AT_ONCE[kind]):
-            some = nearest[start : start + AT_ONCE[kind]]
-            for path, number, count in _counted(iteration, kind, some, group, problems):
-                wanted -= count
-                found.append((path, number))
-            if wanted <= 0:
-                with self._lock:
-                    self._near_ones[key] = found
-                    while len(self._near_ones) > GROUPS_KEPT:
-                        self._near_ones.popitem(last=False)
-                break
         return found
 
     def _figures(
@@ -470,57 +392,6 @@ class Samples:
         if not self._vocabulary:
             self._vocabulary.append(vocabulary(self._run.folder, self._run.settings))
         return self._vocabulary[0]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A row group of a batch, or a whole part. at: its place in the order of drawing."""
-
-    at: int
-    entry: FileEntry
-    number: int | None  # of the row group
-    rows: int
-
-
-def _pieces(iteration: Iteration, kind: str, problems: Problems) -> list[_Piece]:
-    if kind != "batch":
-        landed = [iteration.entries[path] for path in _landed(iteration, kind, problems)]
-        return [_Piece(at, entry, None, entry.rows or 0) for at, entry in enumerate(landed)]
-    entries = iteration.of_kind(kind)
-    groups = [
-        (entry, number, footer.row_group(number).num_rows)
-        for entry, footer in iteration.tables.footers(entries, kind, problems.note)
-        for number in range(footer.num_row_groups)
-    ]
-    return [_Piece(at, *group) for at, group in enumerate(groups)]
-
-
-def _landed(iteration: Iteration, kind: str, problems: Problems) -> list[str]:
-    """The paths of an iteration's parts as they landed, which the record of their task says; else in order."""
-    paths = [entry.path for entry in iteration.of_kind(kind)]
-    try:
-        record = iteration.files.record(TASKS[kind]) or {}
-    except StorageError as error:
-        problems.note(error)
-        return paths
-    order = {file["path"]: at for at, file in enumerate(record.get("files", ()))}
-    return sorted(paths, key=lambda path: order.get(path, len(order)))
-
-
-def _counted(
-    iteration: Iteration, kind: str, pieces: Sequence[_Piece], group: str, problems: Problems
-) -> Iterator[tuple[str, int, int]]:
-    """The row groups of some pieces that hold a group: path, number, rows of the group."""
-    chosen = {(piece.entry.path, piece.number) for piece in pieces}
-    for entry, number, table in iteration.tables.groups(
-        [piece.entry for piece in pieces],
-        kind,
-        ["group_id"],
-        lambda entry, number, _: not chosen.isdisjoint({(entry.path, number), (entry.path, None)}),
-        problems.note,
-    ):
-        if count := table.column("group_id").to_pylist().count(group):
-            yield entry.path, number, count
 
 
 def _listed(table: SampleTable, group: str) -> dict[str, dict[str, Any]]:

@@ -75,10 +75,7 @@ class RowPictures:
             raise ImageError(WRITTEN.format(found=places, wanted=len(pictures)))
         if rules.film in ids:
             raise ImageError("bad image: the text has the token that stands for a film")
-        counts = iter(self.tokens(pictures))
-        return [
-            each for token in ids for each in ([token] * next(counts) if token == rules.token else [token])
-        ]
+        return rules.expanded(ids, self.tokens(pictures))
 
 
 def _folder(source: PromptRows) -> str | None:

@@ -120,7 +120,7 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     most = config.tracking.rollout_traces
     if most and not config.algorithm.supervised:
         files = IterationFiles(runtime.run_folder, ctx.index)
-        view = f"{view_command(runtime.run_folder)}, at /{config.run.name}/{number}"
+        view = f"{view_command(runtime.run_folder)}, at {iteration_page(runtime.run_folder, ctx.index)}"
         runtime.tracking.log_traces(lambda: rollout_traces(files, most), ctx.index, view)
 
 
@@ -247,7 +247,12 @@ def view_command(run: RunFolder) -> str:
 def samples_page(run: RunFolder, index: int | None = None) -> str:
     """The command that shows a run's samples, and the address of an iteration on its page."""
     command = f"`{view_command(run)}`"
-    return command if index is None else f"{command}, at `/{run.name}/{iteration_number(index)}`"
+    return command if index is None else f"{command}, at `{iteration_page(run, index)}`"
+
+
+def iteration_page(run: RunFolder, index: int) -> str:
+    """The address of an iteration on the page of samples."""
+    return f"/{run.name}/{iteration_number(index)}"
 
 
 def _hint(runtime: Runtime, name: str) -> str:

@@ -205,9 +205,10 @@ class RolloutTracer:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait a while until the newest are stored."""
-        if self._thread:
-            self._thread.join(timeout=TRACED_S)
+        """Wait a while until the newest are stored; a second call does not wait."""
+        newest, self._thread = self._thread, None
+        if newest:
+            newest.join(timeout=TRACED_S)
 
     def _store(self, read: Callable[[], list[RolloutTrace]], index: int, view: str) -> None:
         worked = time.thread_time()

@@ -185,7 +185,7 @@ ROWS = {
     "flows/commands/top.py": {"time.sleep": "outside any run: until its user ends it"},
     "flows/viewer/answers.py": {"with self._lock": VIEWED},
     "flows/viewer/index.py": {"with self._lock": VIEWED},
-    "flows/viewer/samples.py": {"with self._lock": VIEWED},
+    "flows/viewer/group_places.py": {"with self._lock": VIEWED},
     "flows/viewer/stored.py": {"with self._lock": VIEWED},
     "flows/train.py": {"await evaluated": "a task of this iteration: requests and scores have limits"},
     "tasks/checkpoint.py": {

@@ -186,6 +186,21 @@ def test_nothing_waits_for_traces_and_an_iteration_meanwhile_has_none(viewed: Ru
     assert kept.had == [(1, list(views), views)]
 
 
+def test_the_end_of_a_run_waits_once_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trackers are finished, and then closed."""
+    monkeypatch.setattr(tracking, "TRACED_S", 0.5)
+    gate = threading.Event()
+    tracer = made(Kept(waits_for=gate))
+    tracer.give(list, 0, "")
+    waited = []
+    for _ in range(2):
+        started = time.monotonic()
+        tracer.close()
+        waited.append(time.monotonic() - started >= 0.5)
+    gate.set()
+    assert waited == [True, False]
+
+
 def test_traces_take_at_most_a_hundredth_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     now, worked = [100.0], [0.0]
     monkeypatch.setattr(tracking.time, "monotonic", lambda: now[0])

@@ -71,10 +71,7 @@ class Tower:
             )
         seen = [self._seen(number, item) for number, item in enumerate(given)]
         grids = [grid for _, grid, _ in seen]
-        counts = iter([parts[0].shape[0] for _, _, parts in seen])
-        prompt = [
-            each for token in ids for each in ([token] * next(counts) if token == rules.token else [token])
-        ]
+        prompt = rules.expanded(ids, (parts[0].shape[0] for _, _, parts in seen))
         tokens = torch.tensor(prompt)
         features = tuple(torch.cat(each) for each in zip(*(parts for _, _, parts in seen), strict=True))
         key = hashlib.sha256("".join(name for name, _, _ in seen).encode()).hexdigest()

@@ -11,9 +11,9 @@ import torch
 
 from millrace.connectors.trainers.fsdp.trained import MOMENTS
 from tests.connectors.fsdp.test_fsdp_trainer import fsdp
-from tests.connectors.megatron.test_host_adamw import equal, figures
+from tests.support.host_steps import check_refused_steps, equal, figures
 from tests.support.slow_members import slow_but
-from tests.support.trainer_ranks import RankFailedError, Workers, samples, write_batch
+from tests.support.trainer_ranks import Workers
 
 SCHEDULE = {"kind": "linear", "warmup_steps": 1, "decay_steps": 9}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # kind of model, ranks, changes
@@ -107,22 +107,10 @@ def test_a_checkpoint_loads_under_another_fraction(
 def test_refused_steps_change_nothing_on_the_host(
     workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
 ) -> None:
-    with workers.group(config_of(model, "bfloat16", 1.0)) as group:
-        group.step(1, batch.format(1))
-        before = group.run(held)
-        rows = samples(2)
-        rows[0]["advantage"] = 1e38
-        url = write_batch(tmp_path / "gradient", rows)
-        for _ in range(2):
-            with pytest.raises(
-                RankFailedError, match=r"(gradient norm|loss) is (nan|-?inf); nothing was applied"
-            ):
-                group.step(2, url)
-        assert equal(group.run(held), before)
-        made = figures([group.step(2, batch.format(2))[0]])
-    with workers.group(config_of(model, "bfloat16", 0.0)) as group:
-        group.step(1, batch.format(1))
-        assert figures([group.step(2, batch.format(2))[0]]) == made
+    def config(offload: float) -> dict[str, Any]:
+        return config_of(model, "bfloat16", offload)
+
+    check_refused_steps(workers, config, held, batch, tmp_path)
 
 
 def moved_weights(rank: Any) -> bool:

@@ -18,14 +18,9 @@ from millrace.connectors.trainers.megatron.rank import TrainerRank
 from millrace.connectors.trainers.memory_errors import check_room_to_offload
 from millrace.core.contracts.task_records import StepRequest
 from millrace.core.errors import TrainerMemoryError
+from tests.support.host_steps import check_refused_steps, equal, figures
 from tests.support.slow_members import slow_but
-from tests.support.trainer_ranks import (
-    RankFailedError,
-    Workers,
-    configuration,
-    samples,
-    write_batch,
-)
+from tests.support.trainer_ranks import Workers, configuration
 
 SCHEDULE = {"kind": "linear", "warmup_steps": 1, "decay_steps": 9}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # kind of model, ranks, changes
@@ -65,19 +60,6 @@ def held(rank: Any) -> dict[str, Any]:
                     found[key] = {"main": parameter.detach().clone()}
                     found[key] |= {name: value.clone() for name, value in state.items()}
     return found
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def figures(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    timed = ("seconds", "tokens_per_second", "settings")
-    return [{name: value for name, value in step.items() if name not in timed} for step in steps]
 
 
 def on_host(rank: Any) -> float:
@@ -157,22 +139,10 @@ def test_a_checkpoint_loads_under_another_fraction_and_layout(
 def test_refused_steps_change_nothing_on_the_host(
     workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
 ) -> None:
-    with workers.group(config_of(model(), "bfloat16", 1.0)) as group:
-        group.step(1, batch.format(1))
-        before = group.run(held)
-        rows = samples(2)
-        rows[0]["advantage"] = 1e38
-        url = write_batch(tmp_path / "gradient", rows)
-        for _ in range(2):
-            with pytest.raises(
-                RankFailedError, match=r"(gradient norm|loss) is (nan|-?inf); nothing was applied"
-            ):
-                group.step(2, url)
-        assert equal(group.run(held), before)
-        made = figures([group.step(2, batch.format(2))[0]])
-    with workers.group(config_of(model(), "bfloat16", 0.0)) as group:
-        group.step(1, batch.format(1))
-        assert figures([group.step(2, batch.format(2))[0]]) == made
+    def config(offload: float) -> dict[str, Any]:
+        return config_of(model(), "bfloat16", offload)
+
+    check_refused_steps(workers, config, held, batch, tmp_path)
 
 
 def test_the_kernel_beside_a_gpu_equals_adamw_within_rounding() -> None:
@@ -230,9 +200,9 @@ def test_the_benchmark_finds_fractions_equal_on_a_cpu(
         (found,) = group.run(benchmark, model(), batch)
     assert [figures["offload"] for figures in found] == [0.0, 0.5, 1.0]
     assert found[0]["on_host"] == 0 < found[1]["on_host"] < found[2]["on_host"]
-    for figures in found[1:]:
-        assert figures["first_step"] == {"last_places": 0.0, "unequal": 0.0}
-        assert (figures["loss"], figures["grad_norm"]) == (found[0]["loss"], found[0]["grad_norm"])
+    for each in found[1:]:
+        assert each["first_step"] == {"last_places": 0.0, "unequal": 0.0}
+        assert (each["loss"], each["grad_norm"]) == (found[0]["loss"], found[0]["grad_norm"])
 
 
 def test_a_difference_is_counted_in_last_places() -> None:

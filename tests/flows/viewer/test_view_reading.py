@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts.ids import group_id, sample_id
 from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
-from millrace.flows.viewer import samples
+from millrace.flows.viewer import group_places
 from millrace.flows.viewer.answers import ANSWERS, Viewer, as_json
 from millrace.flows.viewer.tokens import texts_of
 from tests.support.s3_server import BUCKET, s3_server
@@ -123,9 +123,9 @@ def test_a_large_batch_shows_verdicts_first_and_its_samples_whole(
     large.write(str(tmp_path), samples=2000, tokens=3)
     groups = [group_id(large.RUN, 0, f"p{number}", number) for number in (0, 1, 61, 62, 125, 248)]
 
-    def seen(**values: int) -> tuple[Any, list[Any]]:
+    def seen(values: Mapping[str, int]) -> tuple[Any, list[Any]]:
         for name, value in values.items():
-            monkeypatch.setattr(f"millrace.flows.viewer.{name.replace('_', '.', 1)}", value)
+            monkeypatch.setattr(f"millrace.flows.viewer.{name}", value)
         viewer = Viewer(str(tmp_path), large.RUN)
         view = json.loads(as_json(viewer.ask(large.RUN, "iteration", {"iteration": "1"})))
         shown = [
@@ -135,8 +135,8 @@ def test_a_large_batch_shows_verdicts_first_and_its_samples_whole(
         ]
         return view, shown
 
-    whole, of_whole = seen()
-    first, of_first = seen(index_LARGE=0, samples_FEW=1)
+    whole, of_whole = seen({})
+    first, of_first = seen({"index.LARGE": 0, "group_places.FEW": 1})
     assert (whole["partial"], first["partial"]) == (False, True)
     assert first["verdicts"] == whole["verdicts"]
     assert [each["kept"] for each in first["groups"]] == [each["kept"] for each in whole["groups"]]
@@ -149,9 +149,9 @@ def test_a_dropped_group_is_read_from_the_parts_that_landed_about_its_time(
 ) -> None:
     """All parts were read for it: hundreds, each from an object store."""
     large.write(str(tmp_path), samples=4000, tokens=3)
-    for name, value in {"index.LARGE": 0, "samples.FEW": 1}.items():
+    for name, value in {"index.LARGE": 0, "group_places.FEW": 1}.items():
         monkeypatch.setattr(f"millrace.flows.viewer.{name}", value)
-    monkeypatch.setattr(samples, "AT_ONCE", dict.fromkeys(samples.AT_ONCE, 1))
+    monkeypatch.setattr(group_places, "AT_ONCE", dict.fromkeys(group_places.AT_ONCE, 1))
     viewer = Viewer(str(tmp_path), large.RUN)
     viewer.ask(large.RUN, "iteration", {"iteration": "1"})
     read: set[str] = set()
