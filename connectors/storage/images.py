@@ -29,6 +29,12 @@ from millrace.core.errors import CorruptFileError, MissingFileError, StorageErro
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LARGEST = 32 << 20  # bytes of a file
 MOST_PIXELS = 32 << 20  # of a picture before it is resized; decoded these are 96 MiB
+MOST_SCANS = 32  # of a JPEG; programs that write progressive ones make about ten
+JPEG, START_OF_SCAN, MARKER = (
+    b"\xff\xd8",
+    0xDA,
+    re.compile(rb"\xff[^\x00\xd0-\xd7\xff]"),
+)  # of the segments of a JPEG
 DATA = re.compile(r"data:([^,;]*)(;[^,]*)?,", re.IGNORECASE)
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 FOLDER = "images"
@@ -70,9 +76,11 @@ def decoded(data: bytes) -> Image.Image:
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise ImageError(f"bad image: {width} x {height} pixels, more than {MOST_PIXELS}")
+        if data.startswith(JPEG) and _scans(data) > MOST_SCANS:
+            raise ImageError(f"bad image: a JPEG that is drawn more than {MOST_SCANS} times over")
         image.load()
         upright = ImageOps.exif_transpose(image)
-        return _without_alpha(upright)
+        return _of_16_bits(upright) if upright.mode.startswith("I;16") else _without_alpha(upright)
     except ImageError:
         raise
     except Exception as error:  # noqa: BLE001 - decoders raise anything on a broken file
@@ -192,6 +200,30 @@ def _head(store: Store, name: str) -> bytes:
     with store.fs.open(f"{store.root}/{name}", "rb") as file:
         data: bytes = file.read(LARGEST + 1)
     return data
+
+
+def _scans(data: bytes) -> int:
+    """How often a JPEG goes over its pixels. A scan may have 50 bytes, and takes as long as a decoding."""
+    at, count = 2, 0
+    while at + 4 <= len(data) and count <= MOST_SCANS:
+        size = int.from_bytes(data[at + 2 : at + 4])
+        if data[at + 1] == START_OF_SCAN:
+            count += 1
+            after = MARKER.search(data, at + 2 + size)
+            at = after.start() if after else len(data)
+        else:
+            at += 2 + size
+    return count
+
+
+def _of_16_bits(image: Image.Image) -> Image.Image:
+    """A grey picture by the upper half of its values: Pillow would cut them off at 255, so that all is white."""
+    values = np.asarray(image)
+    grey = (values >> 8).astype(np.uint8)
+    clear = image.info.get("transparency")
+    if clear is not None:
+        grey[values == clear] = 255
+    return Image.fromarray(grey).convert("RGB")
 
 
 def _without_alpha(image: Image.Image) -> Image.Image:

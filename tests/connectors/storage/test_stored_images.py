@@ -44,6 +44,12 @@ def of_claimed_size(width: int, height: int) -> bytes:
     )
 
 
+def of_many_scans(times: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    file = as_file(PIXELS, "JPEG", progressive=True)
+    return file[:-2] + file[file.rindex(b"\xff\xda") : -2] * times + file[-2:]
+
+
 HOSTILE = {
     "no picture": b"hello",
     "nothing": b"",
@@ -54,6 +60,7 @@ HOSTILE = {
     "a JPEG cut off": as_file(PIXELS, "JPEG")[:300],
     "more pixels than a picture may have": of_claimed_size(8192, 8192),
     "more than Pillow itself takes": of_claimed_size(100_000, 100_000),
+    "a JPEG that takes minutes": of_many_scans(30),
     "a broken checksum": FILE[:40] + bytes([FILE[40] ^ 255]) + FILE[41:],
 }  # fmt: skip
 
@@ -73,12 +80,24 @@ def test_every_format_is_read(kind: str) -> None:
         assert image.tobytes() == PIXELS.tobytes()
 
 
+def test_a_progressive_jpeg_is_read() -> None:
+    assert decoded(of_many_scans(10)).size == PIXELS.size
+
+
 def test_what_is_transparent_becomes_white_and_a_turned_photograph_upright() -> None:
     clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
     assert decoded(as_file(clear)).getpixel((0, 0)) == (255, 255, 255)
     exif = Image.Exif()
     exif[0x0112] = 6
     assert decoded(as_file(PIXELS, "JPEG", exif=exif)).size == (20, 30)
+
+
+def test_a_grey_picture_of_16_bits_keeps_its_shades() -> None:
+    """It became white: Pillow cuts values off at 255."""
+    values = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16)
+    image = Image.fromarray(values)
+    assert np.asarray(decoded(as_file(image))).tolist() == np.stack([values >> 8] * 3, axis=2).tolist()
+    assert decoded(as_file(image, transparency=0)).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_a_picture_is_stored_with_nothing_of_its_file_but_the_pixels(tmp_path: Path) -> None:
