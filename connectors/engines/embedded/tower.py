@@ -25,6 +25,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.folder_tensors import FolderTensors
 from millrace.core.families.images import image_rules, sees_images
+from millrace.core.families.picture_features import Features, picture_features
 from millrace.core.families.registry import family_named
 
 FEATURES = 256  # pictures whose features are kept
@@ -56,7 +57,7 @@ class Tower:
         except RuntimeError as error:
             raise ModelError(f"{FIELD} = {folder}: its tower is not whole: {str(error)[:300]}") from error
         self._dtype = dtype
-        self._kept: OrderedDict[str, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = OrderedDict()
+        self._kept: OrderedDict[str, Features] = OrderedDict()
 
     def expanded(self, ids: Sequence[int], image_data: Any) -> tuple[list[int], SeenImages]:
         """A prompt with as many tokens for each picture as it has, of ids with one for each; and the pictures. Raises RequestError."""
@@ -95,17 +96,13 @@ class Tower:
             raise RequestError(f"image_data: number {number}: {error}") from error
         return name, *self._kept[name]
 
-    @torch.inference_mode()
-    def _features(self, data: bytes) -> tuple[tuple[int, int, int], tuple[Tensor, ...]]:
+    def _features(self, data: bytes) -> Features:
         pixels = opened(data)
         high, wide, _ = pixels.shape
         side = self.rules.side
         if high % side or wide % side:
             raise ImageError(f"{wide} x {high} pixels: both sides must be multiples of {side}")
-        grid = self.rules.grid(wide, high)
-        patches = torch.from_numpy(self.rules.patches(pixels)).to(self._dtype)
-        out = self._model(patches, grid_thw=torch.tensor([grid]), return_dict=True)
-        return grid, (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))
+        return picture_features(self._model, self.rules, pixels, self._dtype)
 
 
 def tower_of(folder: Path, decoder: object) -> Tower | None:

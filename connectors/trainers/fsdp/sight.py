@@ -20,6 +20,7 @@ from millrace.connectors.trainers.compute_type import compute_type
 from millrace.connectors.trainers.packing import Pack, zigzag_positions
 from millrace.core.config import RunConfig
 from millrace.core.families.images import ImageRules, image_rules
+from millrace.core.families.picture_features import Features, picture_features
 
 KEPT = 512  # pictures whose features are kept
 
@@ -45,7 +46,7 @@ class Sight:
         self._tower = tower.to(device=device, dtype=compute).requires_grad_(False)
         self._stored = StoredImages(Store(config.storage.root).child(config.run.name))
         self._device, self._dtype = device, compute
-        self._kept: OrderedDict[str, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = OrderedDict()
+        self._kept: OrderedDict[str, Features] = OrderedDict()
 
     def of(self, pack: Pack, context: Any = None) -> SeenPack:
         """The positions of this rank's tokens of a pack, and the features of pictures that they stand for.
@@ -79,17 +80,11 @@ class Sight:
         numbers = (marked.cumsum(0) - 1).to(self._device)
         return tuple(each[numbers[tokens]] for each in whole)
 
-    def _seen(self, name: str) -> tuple[tuple[int, int, int], tuple[Tensor, ...]]:
+    def _seen(self, name: str) -> Features:
         """A picture's patches as a grid, and its features."""
         if name not in self._kept:
             pixels = opened(self._stored.read(name).png)
-            grid = self.rules.grid(pixels.shape[1], pixels.shape[0])
-            patches = torch.from_numpy(self.rules.patches(pixels)).to(self._device, self._dtype)
-            with torch.no_grad():
-                out = self._tower(
-                    patches, grid_thw=torch.tensor([grid], device=self._device), return_dict=True
-                )
-            self._kept[name] = grid, (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))
+            self._kept[name] = picture_features(self._tower, self.rules, pixels, self._dtype, self._device)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(name)
