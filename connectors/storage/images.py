@@ -30,11 +30,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LARGEST = 32 << 20  # bytes of a file
 MOST_PIXELS = 32 << 20  # of a picture before it is resized; decoded these are 96 MiB
 MOST_SCANS = 32  # of a JPEG; programs that write progressive ones make about ten
-JPEG, START_OF_SCAN, MARKER = (
-    b"\xff\xd8",
-    0xDA,
-    re.compile(rb"\xff[^\x00\xd0-\xd7\xff]"),
-)  # of the segments of a JPEG
+JPEG = b"\xff\xd8"  # how its files start
+START_OF_SCAN = 0xDA  # a marker's second byte
+MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # of a JPEG's next segment
 DATA = re.compile(r"data:([^,;]*)(;[^,]*)?,", re.IGNORECASE)
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 FOLDER = "images"
