@@ -35,11 +35,13 @@ def build_tiny_vision(
     hidden: int = 64,
     head_dim: int = 16,
     layers: int = 2,
+    deep: int = 1,
     contrast: float = 4,
 ) -> Path:
     """Write a model, its processor's settings and its tokenizer; returns the folder.
 
     most: tokens of a picture. head_dim: of the language model and of the tower's two heads. layers: of the language model.
+    deep: layers of a Qwen3-VL's tower that add to the first layers of the language model; SGLang wants three.
     contrast: how many times the usual start the tower's weights are, so that what is seen shows.
     """
     import torch
@@ -61,14 +63,14 @@ def build_tiny_vision(
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    vision: dict[str, Any] = {"depth": 2, "num_heads": 2}
+    vision: dict[str, Any] = {"depth": max(2, deep), "num_heads": 2}
     vision |= {"hidden_size": 2 * head_dim, "intermediate_size": 3 * head_dim}
     vision |= {"out_hidden_size": hidden, "patch_size": patch}
     if kind == "qwen2_5_vl":
         vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
     else:
         text["head_dim"] = head_dim
-        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        vision |= {"deepstack_visual_indexes": [*range(deep)], "num_position_embeddings": 64}
     if kind == "qwen3_vl_moe":
         text |= {**EXPERTS, "moe_intermediate_size": 3 * hidden // 4, "tie_word_embeddings": False}
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
