@@ -198,16 +198,28 @@ def test_what_is_another_model_is_refused(
         resolved({**config, **outer}, "test")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        *(pytest.param(kind, {}, id=kind) for kind in KINDS),
+        pytest.param("qwen3_vl_moe", {"expert": 2}, id="experts of two", marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_vl_moe", {"tensor": 2, "sequence": True}, id="tensors of two", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_model_that_sees_is_trained_on_text_and_keeps_its_tower(
-    workers: Workers, tmp_path: Path, kind: str
+    workers: Workers, tmp_path: Path, kind: str, parallel: dict[str, Any]
 ) -> None:
     from transformers import AutoModelForImageTextToText
 
     folder, rows = build_tiny_vision(tmp_path / "model", kind, hidden=32), samples(1)
     url = write_batch(tmp_path / "batch", rows)
-    with workers.group(configuration(folder)) as group:
-        found = group.run(log_probabilities, url)[0]
+    with workers.group(configuration(folder, 2 if parallel else 1, parallel=parallel)) as group:
+        found: dict[str, Any] = {}
+        for part in group.run(log_probabilities, url):
+            found |= part
+        group.call("export", str(tmp_path / "same"), 0)
         group.train([1], url)
         group.call("export", str(tmp_path / "out"), 1)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
@@ -218,7 +230,8 @@ def test_a_model_that_sees_is_trained_on_text_and_keeps_its_tower(
         length = row["response_length"]
         expected = logprobs[-length - 1 : -1].gather(1, tokens[0, -length:, None])[:, 0]
         assert found[row["sample_id"]] == pytest.approx(expected.tolist(), abs=1e-5)
-    before, after = bytes_of(folder), bytes_of(tmp_path / "out")
-    assert before.keys() == after.keys()
+    before, same, after = (bytes_of(each) for each in (folder, tmp_path / "same", tmp_path / "out"))
+    assert before.keys() == same.keys() == after.keys()
+    assert all(same[name].equal(tensor) for name, tensor in before.items())
     kept = {name for name in before if after[name].equal(before[name])}
     assert kept == {name for name in before if "visual." in name}
