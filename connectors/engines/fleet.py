@@ -27,6 +27,7 @@ from millrace.connectors.engines.weight_update import (
 )
 from millrace.connectors.host.local_files import log_folder
 from millrace.core.config import RunConfig
+from millrace.core.config.engine_kinds import SGLANG
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.failures import RestartBudget
 from millrace.core.contracts.handles import EngineHandle, RouterHandle, ServerState
@@ -102,6 +103,11 @@ class Fleet:
         elif self._router:
             await self._router.ensure({client.url: client.key for client in self._clients.values()})
 
+    def _kernels(self) -> str:
+        """Where an engine that starts takes compiled kernels from, for the line that says it."""
+        url = self.config.placement.kernel_cache
+        return f" (with kernels of {url})" if url and SGLANG in self.config.engines.kinds else ""
+
     async def _ensure_one(self, index: int) -> None:
         while True:
             try:
@@ -118,7 +124,7 @@ class Fleet:
                     if self._make_room:
                         await self._make_room()
                     try:
-                        with starting(log, f"engine-{index}"):
+                        with starting(log, f"engine-{index}{self._kernels()}"):
                             state = await handle.start(self._model)
                     except EngineLostError:  # killed during its start, which counts as a death
                         continue

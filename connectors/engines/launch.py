@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from millrace.connectors.storage.kernel_cache import KernelCache
 from millrace.core.config import RunConfig
 
 HTTP_PROXIES = ("HTTP_PROXY", "ALL_PROXY")  # in upper or lower case
@@ -42,6 +43,7 @@ class Launch(NamedTuple):
     command: Sequence[str]
     port: Callable[[], int | None]  # None as long as the port is not known
     environment: Mapping[str, str]
+    kernels: KernelCache | None = None  # takes what the server compiled, once it answers
 
 
 LaunchEngine = Callable[[EngineStart], Launch]

@@ -24,6 +24,7 @@ from millrace.connectors.engines.sglang.launch import router_command
 from millrace.connectors.engines.sglang.router_process import KEY as ROUTER_KEY
 from millrace.connectors.host.local_files import PRIVATE_FILE, PRIVATE_FOLDER, log_folder
 from millrace.connectors.host.own_folders import own_folder, remove_own_folder, temporary_folder
+from millrace.connectors.storage.kernel_cache import KernelCache
 from millrace.connectors.storage.store import split_url
 from millrace.core.config import RunConfig
 from millrace.core.config.plan import visible_gpus
@@ -55,6 +56,7 @@ class _ServerHolder:
         self._url: str | None = None
         self._what, self._deadline = "", 0.0  # of the last start
         self._port: Callable[[], int | None] = lambda: None
+        self._kernels: KernelCache | None = None
         self._key = secrets.token_hex(32)  # hexadecimal, since a command line must not take it for an option
 
     def state(self) -> ServerState:
@@ -91,7 +93,7 @@ class _ServerHolder:
     def _launch(self, what: str, launch: Launch) -> None:
         """Start the server, without a wait."""
         self.starts += 1
-        self._what, self._port = what, launch.port
+        self._what, self._port, self._kernels = what, launch.port, launch.kernels
         self.log.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             os.fchmod(out.fileno(), PRIVATE_FILE)  # SGLang logs its arguments, and with them the key
@@ -112,9 +114,14 @@ class _ServerHolder:
         known = self._port()
         if known and _answers(f"http://{self.address}:{known}/health"):
             self._url = f"http://{self.address}:{known}"
+            self._give_kernels()
             return True
         self._check_start()
         return False
+
+    def _give_kernels(self) -> None:
+        if self._kernels:
+            self._kernels.give_later()
 
     def _check_start(self) -> None:
         """Raise an error if the server that was started has ended, or takes too long."""
@@ -215,6 +222,7 @@ class EngineNode(_EngineHolder):
         if self._process is None:
             raise EngineLostError(f"{self._what} was ended during its start")
         self._check_start()
+        self._give_kernels()
         return True
 
 

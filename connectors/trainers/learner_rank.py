@@ -36,6 +36,7 @@ from millrace.core.replay import (
 if TYPE_CHECKING:
     import torch
 
+    from millrace.connectors.storage.kernel_cache import KernelCache
     from millrace.connectors.trainers.checkpoint.background import BackgroundWriter
     from millrace.connectors.trainers.chunks import Chunks
     from millrace.connectors.trainers.learner import Learner
@@ -85,6 +86,7 @@ class LearnerRank(RankWeights):
         self.world_size = world_size
         self.busy: str | None = None
         self._background: BackgroundWriter | None = None
+        self._kernels: KernelCache | None = None  # takes what this process compiled, once it has made a step
         self.last: StepMetrics | None = None  # metrics of the step that made `version`
         self.reload_s = 0.0  # seconds to take GPU memory back, in the last call that needed it
         self._rows: tuple[tuple[str, str | None], list[BatchRow]] | None = (
@@ -116,6 +118,8 @@ class LearnerRank(RankWeights):
         if self.settings.get("trainer", {}).get("device") == "cpu":
             # compiling would take seconds and save microseconds
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        elif self.settings.get("placement", {}).get("kernel_cache") and self._kernels is None:
+            self._take_kernels()
         from millrace.connectors.trainers import chunks, comparison, learner, packing  # noqa: F401
         from millrace.connectors.trainers.checkpoint import background  # noqa: F401
 
@@ -123,6 +127,15 @@ class LearnerRank(RankWeights):
 
         if not gc.get_freeze_count():  # once, since `setup` calls this again
             collect_garbage()
+
+    def _take_kernels(self) -> None:
+        """Have this process compile kernels into the folder of placement.kernel_cache, with what its storage has."""
+        from millrace.connectors.storage.kernel_cache import kernel_cache
+        from millrace.core.config import RunConfig
+
+        self._kernels = kernel_cache(RunConfig.model_validate(self.settings), f"trainer rank {self.rank}")
+        if self._kernels:
+            os.environ.update(self._kernels.environment)
 
     def setup(self, master: tuple[str, int]) -> RankState:
         """Join the other ranks at rank 0's `address`, build the model from model.path and hold version 0."""
@@ -152,6 +165,8 @@ class LearnerRank(RankWeights):
         with self._working("train"), self._traced(step):
             self.last = self._train(step)
             self.version, self._trained_on = step.version, step.batch_sha256
+        if self._kernels:
+            self._kernels.give_later()
         return self.last
 
     @contextlib.contextmanager

@@ -30,6 +30,12 @@ class Placement(Section):
         True,
         description="On shared GPUs, whether the trainer's optimizer state goes to host memory while engines load weights and generate. If GPU memory suffices for both, false saves the transfer.",
     )
+    kernel_cache: str | None = Field(
+        None,
+        description="Folder or URL such as s3://bucket/kernels, from which hosts take compiled kernels before engines (`sglang`) and ranks with a GPU "
+        "start, and to which they give what they compiled. Each kind of host has its own folder there. When not given, each host compiles. "
+        "[What is kept](gpus.md#compiled-kernels).",
+    )
     ray_address: str | None = Field(
         None,
         description="Ray cluster to join, as host:port. `ray://host:port` joins by Ray's client server, from a host outside the cluster. When not given, a local cluster is started.",

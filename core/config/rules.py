@@ -55,6 +55,7 @@ def sync_problems(config: RunConfig) -> Iterator[Problem]:
     """Transports that trainer and engines do not share."""
     colocate, e = config.placement.colocate, config.engines
     yield from memory_only("sync.directory", config.sync.directory)
+    yield from memory_only("placement.kernel_cache", config.placement.kernel_cache)
     yield from lora_rules.by_name_problems(config)
     if config.sync.kind == "ipc" and not colocate:
         yield config.problem(

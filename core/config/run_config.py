@@ -90,9 +90,10 @@ class RunConfig(Section):
             ("storage", "root"),
             ("algorithm", "teacher"),
             ("sync", "directory"),
+            ("placement", "kernel_cache"),
         ):
             if settings[section][name] is not None and "://" not in settings[section][name]:
-                settings[section][name] = os.path.abspath(settings[section][name])
+                settings[section][name] = os.path.abspath(os.path.expanduser(settings[section][name]))
         lora = settings["trainer"]["lora"]
         if lora and lora["path"] is not None:
             lora["path"] = os.path.abspath(lora["path"])

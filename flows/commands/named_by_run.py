@@ -11,6 +11,7 @@ from millrace.core.tracker import flat
 
 OURS = "millrace."
 SGLANG = "engines.sglang."  # some of its options run code: trust_remote_code, custom_weight_loader
+KERNELS = "placement.kernel_cache"
 ADDRESSES = ("placement.ray_address",)  # need not look like a URL
 
 
@@ -29,6 +30,9 @@ def _named(config: RunConfig) -> Iterator[str]:
             continue
         if field.startswith(SGLANG):
             yield f"gives SGLang {name} = {value} ({field})"
+            continue
+        if field == KERNELS:  # code, though it looks like no module
+            yield f"takes compiled kernels from {value} ({field})"
             continue
         imports = name == "function" or field == "trainer.rank"
         if isinstance(value, str) and (imports and not value.startswith(OURS) or name == "register"):

@@ -35,7 +35,7 @@ def test_what_a_configuration_names_is_said_with_its_field() -> None:
     config = configured(
         run={**CONFIG["run"], "import_from": ["/elsewhere"]},
         reward={"function": "theirs:score", "options": {"url": "http://judge.example/v1"}},
-        placement={"ray_address": "10.0.0.9:6379"},
+        placement={"ray_address": "10.0.0.9:6379", "kernel_cache": "/theirs/kernels"},
         filter={"group_filter": {"function": "their_filter:keep"}},
         engines={"sglang": {"trust_remote_code": True, "custom_weight_loader": ["theirs.load"]}},
     )
@@ -44,6 +44,7 @@ def test_what_a_configuration_names_is_said_with_its_field() -> None:
         "imports theirs:score (reward.function)",
         "uses http://judge.example/v1 (reward.options.url)",
         "uses 10.0.0.9:6379 (placement.ray_address)",
+        "takes compiled kernels from /theirs/kernels (placement.kernel_cache)",
         "imports their_filter:keep (filter.group_filter.function)",
         "gives SGLang trust_remote_code = True (engines.sglang.trust_remote_code)",
         "gives SGLang custom_weight_loader = ['theirs.load'] (engines.sglang.custom_weight_loader)",

@@ -47,6 +47,7 @@ ROWS = {
     "connectors/engines/embedded/weight_routes.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
     "connectors/host/gpu_busy.py": {"time.sleep": BACKGROUND},
     "connectors/host/process_identity.py": {"time.sleep": COUNTED},
+    "connectors/storage/kernel_cache.py": {"time.sleep": BACKGROUND},
     "connectors/trainers/checkpoint/background.py": {
         "self._thread.join": "it follows the writer, and ends it where that writes nothing",
         "waiting.communicate": "of a process that was killed a line above, before it had a task",

@@ -39,6 +39,9 @@ NO_FEATURES: Mapping[str, str] = MappingProxyType(
         "evaluation.sets.0.system evaluation.sets.0.tools_key evaluation.sets.0.chat_template_kwargs "
         "evaluation.sets.0.chat_template_kwargs_key evaluation.sets.0.sampling_key evaluation.sets.0.label_from_prompt "
         "evaluation.sets.0.loss_on=assistant evaluation.sets.0.loss_on=last_assistant",
+        "with which compiled kernels a process starts, not what they compute: tests/connectors/sglang/test_process.py": (
+            "placement.kernel_cache"
+        ),
         "another trainer, whose run is tests/flows/test_another_trainer.py": "trainer.rank",
         "sets fields of `trainer`, `engines` and `placement` for a published model: tests/core/config/test_model_presets.py": (
             "model.preset"

@@ -61,7 +61,7 @@ names it; what stands beside `base` changes them. Lists are replaced whole.
 |---|---|
 | in a YAML file, of what a run reads: `model.path`, `model.tokenizer`, `model.chat_template`, `algorithm.teacher`, `algorithm.reference`, `algorithm.advantage.critic.path`, `trainer.lora.path`, `data.sources[].path`, `evaluation.sets[].path`, `run.import_from` | the folder of that file, of a base the base's |
 | the same, in a recipe that ships with millrace | the working directory |
-| of what a run writes: `storage.root`, `sync.directory`, `tracking.uri` | the working directory, as `--root` of the other commands |
+| of what a run writes: `placement.kernel_cache`, `storage.root`, `sync.directory`, `tracking.uri` | the working directory, as `--root` of the other commands |
 | behind the file on the command line, in a form, and in a deployment's parameters | the working directory; of a worker that is the folder in which `millrace deploy` was called |
 | `package.module:function` | modules are found beside the YAML file and its bases, then in the working directory; an installed package of the same name comes first, which `check` says |
 

@@ -179,7 +179,7 @@ ROWS: dict[str, Row] = {
             "kind host start_timeout_s restarts count gpus nodes prefill sglang threads max_running",
         ),
         *_under("engines", "max_total_tokens addresses key router.policy router.options"),
-        *_under("placement", "colocate offload_engines offload_trainer ray_address wait_s"),
+        *_under("placement", "colocate kernel_cache offload_engines offload_trainer ray_address wait_s"),
         *_under("sync", "kind directory bucket_mib lora"),
     ),
     **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),

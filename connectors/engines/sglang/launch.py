@@ -21,6 +21,7 @@ from millrace.connectors.engines.sglang.server_args import (
     option_arguments,
     option_problems,
 )
+from millrace.connectors.storage.kernel_cache import kernel_cache
 from millrace.core.config import RunConfig
 from millrace.core.config.engines import LOOPBACK
 from millrace.core.errors import ConfigError
@@ -49,7 +50,11 @@ def launch_sglang(start: EngineStart) -> Launch:
     environment = sglang_environment(os.environ, start.address, patience)
     if not CORRECTED.isdisjoint(_model_classes(start.model)):
         environment = with_corrections(environment)
-    return Launch(command, lambda: port, environment)
+    found = [folder for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
+    kernels = kernel_cache(start.config, f"engine {start.index}", found)
+    if kernels:
+        environment |= kernels.environment
+    return Launch(command, lambda: port, environment, kernels)
 
 
 def _host(config: RunConfig, node: Node | None) -> str:

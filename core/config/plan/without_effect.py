@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.engine_kinds import SGLANG
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.plan.layout import Layout
 from millrace.core.config.rollout import Sampling
@@ -57,6 +58,12 @@ def _ratio_is_one(config: RunConfig) -> bool:
     """Whether each iteration has one step, whose old log-probabilities are the trainer's own."""
     a = config.algorithm
     return a.loss.kind != "function" and a.old_logprobs != "rollout" and config.steps_per_iteration == 1
+
+
+def _compiles_nothing(config: RunConfig) -> bool:
+    trains = config.trainer.device != "cpu" and not _trains_nothing(config)
+    serves = not _supervised(config) and not _takes_rollouts(config) and SGLANG in config.engines.kinds
+    return not trains and not serves
 
 
 def _guard_is_off(config: RunConfig) -> bool:
@@ -183,6 +190,11 @@ IDLE: tuple[IdleFields | IdleOfItem, ...] = (
         "placement.colocate is false, so that engines and trainer share no memory",
         lambda config: not config.placement.colocate,
         "placement.offload_engines placement.offload_trainer",
+    ),
+    IdleFields(
+        "no part compiles kernels: ranks are on the CPU, and no engine is SGLang's",
+        _compiles_nothing,
+        "placement.kernel_cache",
     ),
     IdleFields(
         "sync.kind=auto sends weights by disk here",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from millrace.connectors.engines.process import PORT_TRIES, EngineServer
+from millrace.connectors.host.kernel_folders import kernel_key
+from millrace.connectors.storage.kernel_cache import KernelCache
 from millrace.core.errors import EngineError
+from tests.support.flow_runs import Patience
 from tests.support.local_handle import COUNT, fleet_config
 
 
@@ -93,6 +97,24 @@ class Healthy(BaseHTTPRequestHandler):
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
 """
 
+COMPILES = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+kernels = Path(os.environ["TRITON_CACHE_DIR"])
+print(*kernels.iterdir(), flush=True)
+(kernels / "COMPILED").mkdir()
+(kernels / "COMPILED" / "launcher.so").write_text("kernel")
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
 
 @pytest.mark.parametrize(
     ("lost", "ends"), [(0, ""), (2, "error"), (2, "signal"), (3, "error"), (3, "signal")]
@@ -120,3 +142,33 @@ def test_a_start_that_lost_a_port_to_another_process_is_made_again(
         assert len((tmp_path / "starts").read_text()) == min(lost + 1, PORT_TRIES)
     finally:
         server.stop()
+
+
+def test_a_server_compiles_into_its_hosts_folder_with_what_the_cache_has_and_gives_the_rest(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(COMPILES)
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
+    key = kernel_key([str(package.parent)])
+    (tmp_path / "given" / "triton" / "STORED").mkdir(parents=True)
+    (tmp_path / "given" / "triton" / "STORED" / "launcher.so").write_text("kernel")
+    giver = KernelCache(str(tmp_path / "store"), key, tmp_path / "given", print)
+    assert giver.give() == 1
+    placement = {"kernel_cache": str(tmp_path / "store")}
+    config = fleet_config(tiny_model, engines={"kind": "sglang"}, placement=placement).model_dump(mode="json")
+    config["storage"]["root"] = str(tmp_path)
+    server = EngineServer(config, 0, COUNT)
+    try:
+        server.start(str(tiny_model))
+        assert "STORED" in server.log.read_text()
+        patience = Patience(30)
+        while giver.take() == 0:
+            assert patience.left
+            time.sleep(0.05)
+    finally:
+        server.stop()
+    assert (tmp_path / "given" / "triton" / "COMPILED" / "launcher.so").read_text() == "kernel"

@@ -29,7 +29,7 @@ READS = {
     "evaluation.sets[].path",
     "run.import_from",
 }
-WRITES = {"storage.root", "sync.directory", "tracking.uri"}
+WRITES = {"placement.kernel_cache", "storage.root", "sync.directory", "tracking.uri"}
 NO_PATH = {  # named or described by a word for one
     "run.name",
     "pipeline.rollouts_from",
