@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import command_line, device_name, versions
-from millrace.connectors.host.kernel_folders import FOLDER
+from benchmarks.gpu.shapes import command_line
+from millrace.connectors.host.kernel_folders import FOLDER, kernel_key
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.kernel_cache import GIVEN_AFTER_S, LOG
 from millrace.connectors.storage.run_folder import RunFolder
@@ -55,14 +55,14 @@ def main() -> None:
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value of the configuration")
     options = parser.parse_args()
     heed_ctrl_c()  # by which runs are ended
-    report: dict[str, Any] = {"command": command_line(), "device": device_name(), "versions": versions()}
+    report: dict[str, Any] = {"command": command_line(), "host": dict(kernel_key().parts)}
     with tempfile.TemporaryDirectory(prefix="start") as scratch:
         here = (options.folder or Path(scratch)).absolute()
         here.mkdir(parents=True, exist_ok=True)
         recipe = options.recipe.absolute()
         os.chdir(here)
-        prepare(load_config(str(recipe), options.overrides))
         os.environ["MILLRACE_HOME"] = str(Path(scratch) / "home")
+        prepare(load_config(str(recipe), options.overrides))
         os.environ["CUDA_CACHE_PATH"] = str(Path(scratch) / "driver")  # the driver keeps kernels as well
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         subprocess.run([*MILLRACE, "server", "start"], check=True, stdout=sys.stderr)

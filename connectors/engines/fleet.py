@@ -104,7 +104,7 @@ class Fleet:
             await self._router.ensure({client.url: client.key for client in self._clients.values()})
 
     def _kernels(self) -> str:
-        """Where an engine that starts takes compiled kernels from, for the line that says it."""
+        """The cache of compiled kernels that an engine starts with, for the line that says so; empty without one."""
         url = self.config.placement.kernel_cache
         return f" (with kernels of {url})" if url and SGLANG in self.config.engines.kinds else ""
 

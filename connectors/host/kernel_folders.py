@@ -86,6 +86,7 @@ COMPILERS = (
     Compiler(
         "deep-gemm", "SGLANG_DG_CACHE_DIR", ("cache/*/",), lambda entry: (entry / "kernel.cubin").is_file()
     ),
+    Compiler("torch-extensions", "TORCH_EXTENSIONS_DIR", ("*/",), _built),
     # PyTorch writes each file aside and renames it
     Compiler(
         "inductor", "TORCHINDUCTOR_CACHE_DIR", ("fxgraph/*/*/", "aotautograd/*/*/", "??/*.py"), Path.exists

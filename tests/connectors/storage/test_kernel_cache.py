@@ -144,6 +144,10 @@ PARTS = {
     ),
     "deep-gemm": ({"deep-gemm/cache/k/kernel.cubin": "x"}, ["deep-gemm/cache/k"]),
     "deep-gemm: no cubin yet": ({"deep-gemm/cache/k/kernel.cu": "x"}, []),
+    "torch-extensions": (
+        {"torch-extensions/a/a.so": "x", "torch-extensions/a/.ninja_log": "0\t1\t2\ta.so\tff\n"},
+        ["torch-extensions/a"],
+    ),
     "inductor": (
         {"inductor/fxgraph/ab/abc/x": "x", "inductor/cd/cde.py": "x", "inductor/locks/l.lock": ""},
         ["inductor/fxgraph/ab/abc", "inductor/cd/cde.py"],
