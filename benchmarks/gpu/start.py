@@ -38,7 +38,7 @@ from tests.support.ctrl_c import heed_ctrl_c
 
 POLL_S = 0.05
 GIFT_S = 8.0  # that a gift may take
-ANSWERS = ("The server is fired up", "Uvicorn running on")  # of SGLang, of the embedded engine
+ANSWERS = ("The server is fired up", "embedded engine serves")  # of SGLang, of the embedded engine
 BATCHES = ("Decode batch", "Prefill batch")
 ROOT = Path(__file__).parents[2]
 MILLRACE = (sys.executable, "-m", "millrace.flows.commands")

@@ -32,9 +32,11 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.source_path import inside
 from millrace.core.errors import CorruptFileError, MissingFileError, StalledError, StorageError
+from millrace.core.waits import beat
 
 INDEX, PACK = ".json", ".tar.gz"
 LOG = "kernels.log"
+PATIENCE_S = 120.0  # a start without kernels takes as long
 GIVEN_AFTER_S = (
     0.0,
     60.0,
@@ -55,6 +57,7 @@ class KernelCache:
         self._damaged: dict[
             str, list[str]
         ] = {}  # the same of packs that are not used; none if the index is damaged
+        self._alone = threading.Lock()  # a gift may start while what was to be taken still arrives
         self._giving: threading.Thread | None = None
 
     @property
@@ -62,12 +65,27 @@ class KernelCache:
         """Variables by which a process compiles into this host's folder."""
         return kernel_environment(self.folder)
 
-    def take(self) -> int:
-        """Take the entries that this host lacks; returns their number. Says a storage that fails, and damaged files."""
-        started = time.monotonic()
+    def take(self, patience_s: float = PATIENCE_S) -> int:
+        """Take the entries that this host lacks; returns their number. Says a storage that fails, and damaged files.
+
+        patience_s: after which it returns 0, and what arrives later is still put into the folder.
+        """
+        taken: list[int] = []
         self._say(f"looking in {self.store.url} for what {self.folder} lacks")
+        thread = threading.Thread(target=lambda: taken.append(self._taken()), name="kernels", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + patience_s
+        while thread.is_alive() and time.monotonic() < deadline:
+            beat()  # this wait has another deadline
+            thread.join(min(1.0, patience_s))
+        if not taken:
+            self._say(f"nothing taken in {patience_s:g} s, so kernels are compiled")
+        return sum(taken)
+
+    def _taken(self) -> int:
+        started = time.monotonic()
         try:
-            with locked(self.folder / "lock"):
+            with self._alone, locked(self.folder / "take.lock"):
                 taken = self._take()
         except FAILS as error:
             self._say(f"nothing taken, so kernels are compiled: {error}")
@@ -79,7 +97,7 @@ class KernelCache:
         """Store the whole entries of this host that no index lists; returns their number. Says a storage that fails."""
         started = time.monotonic()
         try:
-            with locked(self.folder / "lock"):
+            with self._alone, locked(self.folder / "give.lock"):
                 given = self._give()
         except FAILS as error:
             self._say(f"not stored: {error}")

@@ -175,6 +175,8 @@ def _touches(found: Checked, wrong_fields: set[str]) -> _Touches:
     for name, url in folders.items():
         if name not in wrong_fields and _is_known(name, url, problems):
             touches[name] = _writing(name, url)
+    if config.placement.kernel_cache:
+        _check_place("placement.kernel_cache", config.placement.kernel_cache, problems)
     if config.placement.ray_address:
         touches["placement.ray_address"] = lambda: list(ray_answers(config.placement.ray_address or ""))
     if config.tracking.uri and "tracking.uri" not in wrong_fields:
@@ -230,6 +232,17 @@ def _is_known(field: str, url: str, problems: list[Problem]) -> bool:
     else:
         return True
     return False
+
+
+def _check_place(field: str, url: str, problems: list[Problem]) -> None:
+    """Add the problem of a URL that names no place. The storage is not asked, since a run goes on without it."""
+    if _is_known(field, url, problems):
+        try:
+            Store(url)
+        except StorageError as error:
+            problems.append(
+                Problem(field, url, "it names no folder", error.remedy or "name a folder below a bucket")
+            )
 
 
 def _writing(field: str, root: str) -> Touch:

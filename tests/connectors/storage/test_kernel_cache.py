@@ -21,6 +21,7 @@ from millrace.connectors.host.kernel_folders import (
     kernel_key,
     whole_entries,
 )
+from millrace.connectors.host.local_files import locked
 from millrace.connectors.storage.kernel_cache import LOG, KernelCache, kernel_cache
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
@@ -281,6 +282,18 @@ def test_a_storage_that_fails_is_said_and_ends_nothing(tmp_path: Path) -> None:
     assert (one.cache.take(), one.cache.give()) == (0, 0)
     assert "not stored" in one.lines[-1]
     assert "correct the path" in one.lines[-1]
+
+
+def test_a_storage_that_does_not_answer_is_waited_for_with_a_bound(tmp_path: Path) -> None:
+    one, two = Host(str(tmp_path / "s"), tmp_path / "one"), Host(str(tmp_path / "s"), tmp_path / "two")
+    one.compile("AA")
+    one.cache.give()
+    with locked(two.folder / "take.lock"):  # another process that waits for the storage
+        assert two.cache.take(patience_s=0.3) == 0
+        assert two.lines[-1] == "nothing taken in 0.3 s, so kernels are compiled"
+    while not any(line.startswith("took 1") for line in two.lines):
+        time.sleep(0.01)
+    assert (two.folder / "triton/AA/k.cubin").is_file()
 
 
 def test_a_crash_between_pack_and_index_leaves_what_no_host_reads(
