@@ -290,6 +290,7 @@ ROWS = {
     "connectors/engines/process.py": "a folder of weights without one of its files is not loaded: the engine names it",
     "connectors/storage/checkpoint_files.py": "a checkpoint more stays, or an older one is gone on from: its steps are made again",
     "connectors/storage/iteration_files.py": BY_NAME,
+    "connectors/storage/kernel_cache.py": "kernels that are not found are compiled, and stored once more",
     "connectors/storage/lease.py": BY_NAME,
     "connectors/storage/parts.py": "what this process wrote counts, and what the note of its takeover names",
     "connectors/storage/run_folder.py": BY_NAME,
