@@ -4,7 +4,8 @@
 
 Every start has an empty folder of kernels, as a fresh machine has. Cold: the storage of placement.kernel_cache is empty too, and
 the run goes on until it has given what it compiled. Shipped: the same storage, now filled. Each is ended after the rollout of its
-first iteration, the cold one after its first step and the second gift of its engine. Servers run already, the model is made.
+first iteration, the cold one after its first step and the second gift of its engine. Servers run already, the model is made,
+and nothing is evaluated.
 
 Seconds from the command to: engine, which answers; first_token, the first batch that the engine logs after that; rollout, all
 answers of the first iteration. kernels: lines of the run's log of kernels. The first round also loads files from disk, so that the
@@ -100,6 +101,7 @@ class Start:
             f"run.name={self.name}",
             f"storage.root={self.root}",
             f"placement.kernel_cache={self.store}",
+            "evaluation.sets=[]",
             *options.overrides,
         ]
         self.command = [*MILLRACE, "train", str(recipe), *self.settings]
