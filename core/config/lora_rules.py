@@ -17,7 +17,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     lora = config.trainer.lora
     if lora is None:
         return
-    if not config.trainer.by_megatron:
+    if config.trainer.rank is not None:
         reason, remedy = config.trainer.not_megatron
         yield config.problem("trainer.lora", reason, remedy)
     if _pattern(lora.targets) is None:
@@ -104,6 +104,9 @@ def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
     elif other is not None:
         reason = f"it matches {other.name}, and adapters of {other.kind} are not supported"
         yield config.problem(TARGETS, reason, "leave it out, or name other matrices")
+    elif config.trainer.kind == "fsdp" and (expert := _expert(found)) is not None:
+        reason = f"it matches {expert}, and FSDP's trainer has the experts of a layer in one tensor"
+        yield config.problem(TARGETS, reason, "leave experts out, or set trainer.kind=megatron")
     elif (apart := _apart(found, arch)) is not None:
         yield config.problem(
             TARGETS,
@@ -124,6 +127,18 @@ def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
             f"it does not divide the model's {arch.kv_heads} key-value heads, which adapters of trainer.lora need",
             "lower it, or leave queries, keys and values out of trainer.lora.targets",
         )
+
+
+def unknown_problems(config: RunConfig, family: str) -> Iterator[Problem]:
+    """Adapters of a model whose matrices are not known."""
+    if config.trainer.lora is not None:
+        reason = f"the matrices of {family} models are not known here, and adapters are added to matrices by name"
+        yield config.problem("trainer.lora", reason, "leave it out")
+
+
+def _expert(found: Sequence[Matrix]) -> str | None:
+    """A matrix of an expert, if there is one."""
+    return next((matrix.name for matrix in found if matrix.of_experts), None)
 
 
 def _apart(found: Sequence[Matrix], arch: Architecture) -> tuple[str, str] | None:

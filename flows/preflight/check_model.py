@@ -122,6 +122,7 @@ def _is_unknown(config: RunConfig, path: str, found: ReadModel) -> Generator[Pro
         return True
     yield from _stored_type(config, path, found)
     yield from layout_rules.heads_problems(config, found.unknown.heads or 0)
+    yield from lora_rules.unknown_problems(config, found.unknown.family)
     yield from _positions(config, found.unknown, "model")
     yield from _token_ids(config, found.unknown, "model")
     return True

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
+from millrace.connectors.trainers.adapters import merged
 from millrace.connectors.trainers.frozen_models import held
+from millrace.connectors.trainers.fsdp.adapters import Pair
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of_units
 from millrace.connectors.trainers.weights.buckets import JOINED, TensorGroup, Unit
 from millrace.core.families.architecture import Architecture
@@ -24,7 +26,7 @@ def hf_tensors(
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of each unit in turn, parameters in a type; each once, tied ones under the embedding's name.
 
-    shape: of the model, if its family is known.
+    What adapters add is added to the weights. shape: of the model, if its family is known.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -34,6 +36,11 @@ def hf_tensors(
     for _, parts in [units[-1], *units[:-1]]:  # the root first, since a single file begins with the embedding
         whole: dict[str, Tensor] = {}
         for part in parts:
+            if isinstance(part, Pair):
+                name = f"{part.matrix.name}.weight"
+                a, b = (_full(each.detach().to(dtype)) for each in (part.A, part.B))
+                whole[name] = merged(whole[name], (a, b), part.scale)
+                continue
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 name = names.get(id(tensor))
                 if name is not None and name not in whole:

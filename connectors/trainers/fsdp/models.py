@@ -16,8 +16,10 @@ from torch.distributed.checkpoint import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from millrace.connectors.trainers.checkpoint.base_weights import base_marked, check_base
 from millrace.connectors.trainers.checkpoint.files_of_ranks import read_files, write_files
 from millrace.connectors.trainers.frozen_models import OF_A_FOLDER, Reference, Teacher, held
+from millrace.connectors.trainers.fsdp.adapters import attach
 from millrace.connectors.trainers.fsdp.hf_weights import copy_weights
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel, read_model, shard
 from millrace.connectors.trainers.fsdp.passes import FsdpPasses
@@ -69,7 +71,10 @@ class FsdpLearner(Learner):
         place = rank_place(config, device)
         super().__init__(config, shape, device, place)
         self._mesh, shards = weights_mesh(config, device)
-        model = shard(read_model(config, config.model.path, device), config, self._mesh, device)
+        whole = read_model(config, config.model.path, device)
+        if config.trainer.lora is not None:
+            attach(whole, config, shape)
+        model = shard(whole, config, self._mesh, device)
         model.context = place.context_group
         if config.trains_images:
             model.look(config, device)
@@ -85,7 +90,7 @@ class FsdpLearner(Learner):
         """The configured reference. Raises ConfigError if the folder's model is not the policy's."""
         folder = self.algorithm.reference
         if folder is None:
-            return Reference(model)
+            return Reference(model, adapted=self.config.trainer.lora is not None)
         field = "algorithm.reference"
         other = read_model(self.config, folder, self.device, field)
         sizes = [
@@ -119,22 +124,24 @@ class FsdpLearner(Learner):
         return self.policy.checkpoint_bytes + (reference if "reference" in self.checkpoint_parts else 0)
 
     def marked(self) -> dict[str, Any]:
-        """The trainer, and all state that is no tensor."""
+        """The trainer, all state that is no tensor, and with adapters the hashes of the weights beside them."""
         return {
             "trainer": KIND,
             "layout": {"world_size": dist.get_world_size()},
             "schedule": self.policy.schedule.state_dict(),
             "algorithm": self.algorithm_state(),
+            **base_marked(self.config),
         }
 
     def check_marked(self, marker: dict[str, Any], url: str) -> None:
-        """Raise TrainerError, on every rank, if a checkpoint is of another trainer."""
+        """Raise TrainerError, on every rank, if a checkpoint is of another trainer, or has adapters beside other weights."""
         if marker.get("trainer") != KIND:
             raise TrainerError(
                 "was saved by megatron-core's trainer",
                 where=url,
                 remedy="load it with trainer.kind=megatron, or start a run from one of its exports",
             )
+        check_base(self.config, marker, url)
 
     def write(self, folder: Path, version: int, writer: FileSystemWriter | None = None) -> None:
         """Write this rank's parts of weights and moments."""
@@ -175,9 +182,10 @@ class FsdpLearner(Learner):
         tensors = {**self.policy.state(), "rng": torch.get_rng_state()}
         if "reference" in self.checkpoint_parts:
             assert self.reference is not None
-            for name, each in self.policy.inner.named_parameters():
-                value = self.reference.weights[name].to(held(each).device)
-                tensors[f"reference.{name}"] = _like(value, each)
+            parameters = dict(self.policy.inner.named_parameters())
+            for name, value in self.reference.weights.items():
+                each = parameters[name]
+                tensors[f"reference.{name}"] = _like(value.to(held(each).device), each)
         return tensors
 
 

@@ -246,21 +246,24 @@ def _receive(parts: Sequence[Module]) -> None:
 def shard(
     model: PackedModel, config: RunConfig, mesh: DeviceMesh, device: torch.device, *, trains: bool = True
 ) -> PackedModel:
-    """Cut a model over the ranks, block by block: main weights in fp32, or in the model's type if it is not trained."""
+    """Cut a model over the ranks, block by block: trained weights in fp32, others in the type of computation.
+
+    trains: whether it is trained: all of it, or its adapters.
+    """
     compute = compute_type(config)
-    main = MAIN if trains else compute
     # inputs keep their type: the embedding's is the type of computation, and a pass in a wider type stays in it
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=MAIN, cast_forward_inputs=False, output_dtype=None
     )
-    model.requires_grad_(trains)
+    if not trains or config.trainer.lora is None:
+        model.requires_grad_(trains)
     if device.type == "cuda":
         fuse(model)
     *blocks, root = parts_of_units(model)
     # blocks first: what is left belongs to the root, whose tied weights stay tied
     for group in (*together(blocks), [root]):
         for unit, parts in group:
-            move(parts, device, main)
+            move(parts, device, compute)
             if not model.sees:  # every rank has read what sees
                 _receive(parts)
             if unit is not model and trains and config.trainer.recompute == "full":
@@ -274,13 +277,15 @@ def shard(
     return model
 
 
-def move(parts: Sequence[Module], device: torch.device, main: torch.dtype) -> None:
-    """Move what modules hold themselves: parameters in a type, buffers in their own, as a router's bias has one."""
+def move(parts: Sequence[Module], device: torch.device, frozen: torch.dtype) -> None:
+    """Move what modules hold themselves: trained parameters in fp32, others in the type `frozen`, buffers in their own, as a router's
+    bias has one."""
     tensors: dict[int, Tensor] = {}
     for part in parts:
         for parameter in part.parameters(recurse=False):
             if id(parameter) not in tensors:  # a tied weight is moved once
-                tensors[id(parameter)] = parameter.data.to(device=device, dtype=main).contiguous()
+                type_ = MAIN if parameter.requires_grad else frozen
+                tensors[id(parameter)] = parameter.data.to(device=device, dtype=type_).contiguous()
             parameter.data = tensors[id(parameter)]
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device).contiguous())

@@ -70,12 +70,21 @@ class FsdpRank(LearnerRank):
     def _write_export(self, folder: Path, served: Served, merged: bool) -> None:
         import torch.distributed as dist
 
+        from millrace.connectors.trainers.adapters import write_peft
+        from millrace.connectors.trainers.fsdp.adapters import gathered
         from millrace.connectors.trainers.fsdp.hf_weights import hf_tensors
         from millrace.connectors.trainers.weights.export_folder import write_tensors
         from millrace.core.families.folder_tensors import FolderTensors
         from millrace.core.families.served_files import name_dtype, write_side_files
 
         model, source = self.learner.policy.inner, self.config.model.path
+        lora, shape = self.config.trainer.lora, self.learner.architecture
+        if lora is not None and not merged:
+            pairs = gathered(model, self._dtype, self.learner.policy.sharded_over)
+            if dist.get_rank() == 0:
+                assert shape is not None, "adapters belong to a known family"
+                write_peft(folder, pairs.on_host(), lora, shape, source)
+            return
         tensors: dict[str, torch.Tensor] = {}
         shape = self.learner.architecture
         for unit in hf_tensors(model, self._dtype, shape):  # all ranks gather, rank 0 keeps

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adam import adam
 
+from millrace.connectors.trainers.adapters import trained
 from millrace.connectors.trainers.frozen_models import held
 from millrace.connectors.trainers.fsdp.host_adamw import ShardedHostAdamW
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel
@@ -60,12 +61,12 @@ class TrainedFsdp:
     def __init__(self, inner: PackedModel, config: RunConfig, lr: float, sharded_over: Any) -> None:
         """sharded_over: the group of ranks that together have all weights once."""
         self.inner = inner
-        self._sharded_over = sharded_over
+        self.sharded_over = sharded_over
         self.lr = 0.0  # learning rate of the last step
         self.schedule = StepSchedule(config, lr, config.trainer.schedule)
         o = config.trainer.optimizer
         self.clip_grad = o.clip_grad
-        self.parameters = [each for each in inner.parameters() if each.requires_grad]
+        self.parameters = [each for _, each in trained(inner)]
         # as megatron-core: no decay for norms and biases
         decayed = [each for each in self.parameters if each.ndim > 1]
         others = [each for each in self.parameters if each.ndim <= 1]
@@ -133,8 +134,8 @@ class TrainedFsdp:
         square = torch.zeros((), dtype=torch.float32, device=device)
         if parts:
             square = torch.stack(torch._foreach_norm(parts)).square().sum()
-        if self._sharded_over.size() > 1:
-            dist.all_reduce(square, group=self._sharded_over)
+        if self.sharded_over.size() > 1:
+            dist.all_reduce(square, group=self.sharded_over)
         self._norm = float(square.sqrt())
         return self._norm
 
@@ -200,13 +201,12 @@ class TrainedFsdp:
         return sum((1 + len(MOMENTS)) * held(each).nbytes for each in self.parameters)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments by name, as this rank has them: what a checkpoint holds, and is loaded into."""
+        """Trained weights and their moments by name, as this rank has them: what a checkpoint holds, and is loaded into."""
         tensors: dict[str, Tensor] = {}
-        for name, each in self.inner.named_parameters():
+        for name, each in trained(self.inner):
             tensors[f"model.{name}"] = each.detach()
             for moment in MOMENTS:
-                if each.requires_grad:
-                    tensors[f"optimizer.{moment}.{name}"] = self.optimizer.state[each][moment]
+                tensors[f"optimizer.{moment}.{name}"] = self.optimizer.state[each][moment]
         return tensors
 
     # GPU memory

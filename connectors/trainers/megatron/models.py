@@ -9,8 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint import FileSystemWriter
 
-from millrace.connectors.storage.sampled_hash import sampled_hash
-from millrace.connectors.trainers.checkpoint.folders import on_rank_0
+from millrace.connectors.trainers.checkpoint.base_weights import base_marked, check_base
 from millrace.connectors.trainers.critic import RankCritic
 from millrace.connectors.trainers.frozen_models import OF_A_FOLDER, Reference, Teacher
 from millrace.connectors.trainers.learner import Learner
@@ -73,7 +72,7 @@ class MegatronLearner(Learner):
         return {
             "layout": {"world_size": dist.get_world_size(), **trainer.parallel.model_dump()},
             "distributed_optimizer": trainer.optimizer.distributed,
-            **({"base": self._base()} if self.policy.inner.adapted else {}),
+            **base_marked(self.config),
         }
 
     def check_marked(self, marker: dict[str, Any], url: str) -> None:
@@ -91,28 +90,7 @@ class MegatronLearner(Learner):
                 where=url,
                 remedy="set it so to load the checkpoint",
             )
-        now = on_rank_0(self._base) if self.policy.inner.adapted else None
-        stored = marker.get("base")
-        if stored == now:
-            return
-        if stored is None or now is None:
-            holds = "all weights" if stored is None else "adapters alone"
-            raise TrainerError(
-                f"holds {holds}",
-                where=url,
-                remedy="set trainer.lora as the run had it that saved the checkpoint",
-            )
-        name = min(name for name in stored.keys() | now.keys() if stored.get(name) != now.get(name))
-        raise TrainerError(
-            f"its adapters belong to another {name} than that of model.path = {self.config.model.path}",
-            where=url,
-            remedy="name the model that they were trained beside",
-        )
-
-    def _base(self) -> dict[str, str]:
-        """The hashes of the files that hold the weights beside the adapters."""
-        folder = Path(self.config.model.path)
-        return {path.name: sampled_hash(path) for path in sorted(folder.glob("*.safetensors"))}
+        check_base(self.config, marker, url)
 
     def write(self, folder: Path, version: int, writer: FileSystemWriter | None = None) -> None:
         """Write this rank's shards of all models, and the state that is the same on every rank."""

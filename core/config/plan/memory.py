@@ -155,19 +155,17 @@ def _fsdp_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
     """Memory of a rank of FSDP: its share of all state, and what it gathers to compute."""
     t, width = config.trainer, 2 if config.dtype == "bfloat16" else 4
     shards, _ = _copies(config)
-    share = -(-shape.parameters // shards)
-    outside = shape.embedding * (1 if shape.tied else 2)
-    layer = (shape.parameters - outside) // shape.layers
-    at_once = min(shape.layers, 2 * max(1, GATHERED // layer))  # with the blocks that are gathered meanwhile
+    adapters = _adapters(config, shape)
+    trained = -(-(adapters or shape.parameters) // shards)
+    frozen = [
+        MemoryPart(f"weights, {config.dtype}, 1/{shards}", -(-shape.parameters // shards) * width),
+        MemoryPart(f"adapters, fp32, 1/{shards}", trained * FP32),
+    ]
     parts = [
-        MemoryPart(f"weights, fp32, 1/{shards}", share * FP32),
-        MemoryPart(f"gradients, fp32, 1/{shards}", share * FP32),
-        *_optimizer(config, shape.parameters, 0),
-        # embedding and output layer stay until the end of a pass
-        MemoryPart(
-            f"gathered weights, {config.dtype}, and their gradients",
-            (outside + at_once * layer) * (width + FP32),
-        ),
+        *(frozen if adapters else [MemoryPart(f"weights, fp32, 1/{shards}", trained * FP32)]),
+        MemoryPart(f"gradients, fp32, 1/{shards}", trained * FP32),
+        *_optimizer(config, adapters or shape.parameters, 0),
+        _gathered(config, shape, adapters),
         MemoryPart("activations of a pack (estimate)", _activations(config, shape, width)),
         MemoryPart(
             f"logits of {t.logprob_chunk_tokens} tokens, fp32",
@@ -175,10 +173,25 @@ def _fsdp_memory(config: RunConfig, shape: Architecture) -> list[MemoryPart]:
         ),
     ]
     if config.algorithm.kl_coef > 0:
-        parts.append(MemoryPart("the policy, put aside for the reference", share * FP32))
+        parts.append(MemoryPart("the policy, put aside for the reference", trained * FP32))
     if config.algorithm.teacher:
         parts.append(MemoryPart("teacher", -(-_teacher(config, width) // shards)))
     return parts
+
+
+def _gathered(config: RunConfig, shape: Architecture, adapters: int) -> MemoryPart:
+    """What FSDP gathers: the blocks at work and the next ones; embedding and output layer, which stay until the end of a pass."""
+    width = 2 if config.dtype == "bfloat16" else 4
+    outside = shape.embedding * (1 if shape.tied else 2)
+    layer = (shape.parameters - outside) // shape.layers
+    at_once = min(shape.layers, 2 * max(1, GATHERED // layer))
+    whole = outside + at_once * layer
+    if not adapters:
+        return MemoryPart(f"gathered weights, {config.dtype}, and their gradients", whole * (width + FP32))
+    pairs = at_once * -(-adapters // shape.layers)
+    return MemoryPart(
+        f"gathered weights, {config.dtype}, and gradients of adapters", whole * width + pairs * (width + FP32)
+    )
 
 
 def _adapters(config: RunConfig, shape: Architecture) -> int:

@@ -26,6 +26,7 @@ from torch.nn import Module, ModuleDict
 from millrace.connectors.trainers.adapters import Pairs, first_pair
 from millrace.connectors.trainers.megatron.model.expert_adapters import ExpertPairs, PairsOfExperts
 from millrace.connectors.trainers.megatron.model.pairs import HeldPair, Pair
+from millrace.connectors.trainers.ops.added_product import add_product
 from millrace.core.config.trainer import Lora
 from millrace.core.families.adapters import Matrix, matrices, targeted
 from millrace.core.families.architecture import Architecture
@@ -75,7 +76,7 @@ class Delta:
         narrow = self._exchanged(F.linear(x, stacked.to(x.dtype)))
         # what megatron's sum over ranks returns is a view of its input, which autograd lets nobody write to
         own = out[0] if self._by_rows else out[0].clone()
-        return _AddProduct.apply(own, narrow, self._rows(), self._scale), *out[1:]
+        return add_product(own, narrow, self._rows(), self._scale), *out[1:]
 
     def _exchanged(self, narrow: Tensor) -> Tensor:
         """x A over the tensor parallel ranks: of all tokens before a cut B, summed before a whole one."""
@@ -117,26 +118,6 @@ class Delta:
             return torch.cat(blocks)
         groups = self._arch.kv_heads // tensors
         return torch.cat([block.unflatten(0, (groups, -1)) for block in blocks], dim=1).flatten(0, 1)
-
-
-class _AddProduct(torch.autograd.Function):
-    """out [..., W] += scale * narrow [T, r] @ rows [W, r].T, in place: out-of-place, a layer's output would be moved four times."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, narrow: Tensor, rows: Tensor, scale: float) -> Tensor:
-        rows = rows.to(narrow.dtype)
-        ctx.save_for_backward(narrow, rows)
-        ctx.scale = scale
-        ctx.mark_dirty(out)
-        out.view(-1, out.shape[-1]).addmm_(narrow, rows.t(), alpha=scale)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        narrow, rows = ctx.saved_tensors
-        (grad,) = grads
-        flat = grad.flatten(0, -2)
-        return grad, (flat @ rows).mul_(ctx.scale), (flat.t() @ narrow).mul_(ctx.scale), None
 
 
 def attach(model: Any, lora: Lora, arch: Architecture, seed: int, pairs: Pairs | None = None) -> None:
