@@ -12,6 +12,7 @@ SECONDS = {
     "tests/examples/test_geometry.py": 600.0,
     "tests/flows/": 150.0,
     "tests/flows/test_deployed_runs.py": 180.0,
+    "tests/flows/test_fsdp_runs.py::test_a_killed_run_with_adapters": 240.0,
     "tests/flows/test_fsdp_runs.py::test_a_run_goes_on": 300.0,
     "tests/flows/test_late_storage.py": 460.0,
     "tests/flows/test_object_storage.py::test_commands_on_a_run_in_a_bucket": 325.0,

@@ -132,7 +132,9 @@ def model_problems(config: RunConfig, arch: Architecture) -> Iterator[Problem]:
 def unknown_problems(config: RunConfig, family: str) -> Iterator[Problem]:
     """Adapters of a model whose matrices are not known."""
     if config.trainer.lora is not None:
-        reason = f"the matrices of {family} models are not known here, and adapters are added to matrices by name"
+        reason = (
+            f"the matrices of {family} models are not known here, and adapters are added to matrices by name"
+        )
         yield config.problem("trainer.lora", reason, "leave it out")
 
 

@@ -1,4 +1,4 @@
-"""A whole run with FSDP's trainer: killed, started again, replayed, with the same samples and weights as an undisturbed one."""
+"""Whole runs with FSDP's trainer: killed, started again, replayed, with the same samples and weights as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load
 
 from millrace.connectors.huggingface.tiny import build_tiny_model
-from tests.support.flow_runs import Workplace, exported, trained, undisturbed
+from tests.support.flow_runs import Workplace, exported, failures, generated, trained, undisturbed
 
 GAP = 1e-5  # nats a token, of float32
 
@@ -80,3 +80,26 @@ def test_a_run_goes_on_with_another_number_of_ranks(workplace: Workplace, tmp_pa
         for name, tensor in weights.items():
             # a hundredth of the learning rate, which is what AdamW moves a weight by, however small its gradient
             assert torch.allclose(found[name], tensor, rtol=0, atol=1e-5), (other, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["merged", "names"])
+def test_a_killed_run_with_adapters_ends_alike_and_is_replayed(
+    workplace: Workplace, tmp_path: Path, way: str
+) -> None:
+    lora = ["trainer.lora={rank: 4, alpha: 8}", "algorithm.kl_coef=0.05", f"sync.lora={way}"]
+    here = ["trainer.kind=fsdp", "trainer.world_size=2", "trainer.device=cpu", "engines.kind=embedded"]
+    whole, killed = (tmp_path / root / "a" for root in ("whole", "killed"))
+    out = workplace.train(tmp_path / "whole", *here, *lora, f"sync.max_logprob_gap={GAP}")
+    assert not failures(whole), out
+    step = killed / "iterations/000002/step.json"
+    workplace.train_and_kill(tmp_path / "killed", step.exists, *here, *lora)
+    workplace.call("stop", "a", "--root", str(tmp_path / "killed"))  # ranks are rebuilt from the checkpoint
+    workplace.train(tmp_path / "killed", *here, *lora)
+    assert trained(killed) == trained(whole)
+    assert max(generated(killed).values()) == 1
+    adapters = "exports/000003/adapter_model.safetensors"
+    assert (killed / adapters).read_bytes() == (whole / adapters).read_bytes()
+    for root in ("whole", "killed"):
+        told = workplace.call("replay", "a", "--root", str(tmp_path / root), "--from", "0", "--to", "3")
+        assert "bit for bit" in told

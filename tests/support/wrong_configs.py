@@ -263,7 +263,7 @@ WRONG: list[tuple[str, list[str], str]] = [
      "trainer.megatron_optimizer.optimizer_cpu_offload"),
     ("megatron's wrapper for FSDP", ["trainer.kind=fsdp", "trainer.megatron_ddp.bucket_size=1000"],
      "trainer.megatron_ddp.bucket_size"),
-    ("adapters for FSDP", ["trainer.kind=fsdp", "trainer.lora={}"], "trainer.lora"),
+    ("adapters for your trainer", ["trainer.rank=own:Rank", "trainer.lora={}"], "trainer.lora"),
     ("parts of layers again for FSDP", ["trainer.kind=fsdp", "trainer.recompute=selective"], "trainer.recompute"),
     ("a whole optimizer for FSDP", ["trainer.kind=fsdp", "trainer.optimizer.distributed=false"],
      "trainer.optimizer.distributed"),

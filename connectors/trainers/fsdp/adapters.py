@@ -63,8 +63,8 @@ def attach(model: Any, config: RunConfig, arch: Architecture | None) -> None:
                 where=f"trainer.lora.targets = {lora.targets}",
                 remedy="name other matrices, or set trainer.kind=megatron",
             )
-        values = first_pair(matrix, lora.rank, config.run.seed) if stored is None else stored[matrix.name]
-        pair = Pair(matrix, *(value.float() for value in values), lora.alpha / lora.rank)
+        a, b = first_pair(matrix, lora.rank, config.run.seed) if stored is None else stored[matrix.name]
+        pair = Pair(matrix, a.float(), b.float(), lora.alpha / lora.rank)
         linear.adapter = pair
         linear.register_forward_hook(pair.add_to)
 

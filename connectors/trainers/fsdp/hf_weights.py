@@ -37,9 +37,9 @@ def hf_tensors(
         whole: dict[str, Tensor] = {}
         for part in parts:
             if isinstance(part, Pair):
-                name = f"{part.matrix.name}.weight"
+                weight = f"{part.matrix.name}.weight"
                 a, b = (_full(each.detach().to(dtype)) for each in (part.A, part.B))
-                whole[name] = merged(whole[name], (a, b), part.scale)
+                whole[weight] = merged(whole[weight], (a, b), part.scale)
                 continue
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 name = names.get(id(tensor))

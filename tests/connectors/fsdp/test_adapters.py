@@ -100,3 +100,190 @@ def test_megatrons_run_of_the_same_seed_starts_from_the_same_adapters(
             group.call("export", str(tmp_path / kind), 0)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "fsdp" / name).read_bytes() == (tmp_path / "megatron" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    slow_but([("qwen3", "float32"), ("qwen3", "bfloat16"), ("qwen2", "bfloat16")], ("qwen3", "bfloat16")),
+)
+def test_the_first_pass_is_the_base(
+    workers: Workers, model: Callable[..., Path], batch: str, kind: str, dtype: str
+) -> None:
+    with_adapters = settings(model(kind), "2", dtype=dtype)
+    without = copy.deepcopy(with_adapters)
+    without["trainer"]["lora"] = None
+    found = []
+    for config in (with_adapters, without):
+        with workers.group(config) as group:
+            found.append(group.run(log_probabilities, batch.format(1))[0])
+    assert found[0] == found[1]
+
+
+def held(rank: Any) -> dict[str, Any]:
+    """What a rank keeps beside the weights: numbers by part, names and types of parameters, and names in its checkpoint."""
+    from millrace.connectors.trainers.frozen_models import held
+
+    learner = rank.learner
+    parameters = dict(learner.policy.inner.named_parameters())
+    state = learner.policy.optimizer.state
+    return {
+        "trained": {name: each.dtype for name, each in parameters.items() if each.requires_grad},
+        "frozen": {each.dtype for each in parameters.values() if not each.requires_grad},
+        "numbers": sum(held(each).numel() for each in parameters.values() if each.requires_grad),
+        "moments": sum(held(each["exp_avg"]).numel() for each in state.values()),
+        "reference": sum(each.numel() for each in learner.reference.weights.values()),
+        "saved": set(learner._tensors()),
+        "saved bytes": learner.checkpoint_bytes,
+    }
+
+
+def test_optimizer_reference_and_checkpoint_hold_the_adapters_alone_in_fp32(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+) -> None:
+    changes = {"kl_coef": 0.1, "reference_update_steps": 2}
+    with workers.group(settings(model(), "2", dtype="bfloat16", algorithm=changes)) as group:
+        group.call("export", str(tmp_path / "first"), 0)
+        step = group.train([1], batch.format(1), guard=10.0)[0]
+        found = group.run(held)
+        group.call("export", str(tmp_path / "last"), 1)
+    assert step["kl"] == 0
+    shape = architecture(read_hf_config(str(model())))
+    numbers = sum(parameters_of(matrix, LORA["rank"]) for matrix in targeted(shape, EVERY))
+    for part in ("numbers", "moments", "reference"):
+        assert sum(rank[part] for rank in found) == numbers
+    assert sum(rank["saved bytes"] for rank in found) == 4 * 4 * numbers  # a reference beside state
+    for rank in found:
+        assert all(".adapter." in name for name in rank["trained"])
+        assert set(rank["trained"].values()) == {torch.float32}
+        assert rank["frozen"] == {torch.bfloat16}
+        assert all(".adapter." in name for name in rank["saved"] - {"rng"})
+    first, last = adapters(tmp_path / "first"), adapters(tmp_path / "last")
+    assert {str(tensor.dtype) for tensor in last.values()} == {"torch.bfloat16"}
+    assert [name for name in first if ".lora_B." in name and torch.equal(first[name], last[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "others"), slow_but([("2", ["1"]), ("1", ["2", "copies"])], ("2", ["1"]))
+)
+def test_a_checkpoint_of_adapters_loads_with_another_number_of_ranks(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, saved_by: str, others: list[str]
+) -> None:
+    changes: dict[str, Any] = {"algorithm": {"kl_coef": 0.1, "reference_update_steps": 2}}
+    with workers.group(settings(model(), saved_by, **changes)) as group:
+        for step in (1, 2):
+            group.train([step], batch.format(step))
+        group.call("save", str(tmp_path / "checkpoint"))
+        expected = group.train([3], batch.format(3))[0]
+        group.call("export", str(tmp_path / "straight"), 3)
+    straight = adapters(tmp_path / "straight")
+    for ranks in (saved_by, *others):
+        with workers.group(settings(model(), ranks, **changes)) as group:
+            assert set(group.call("load", str(tmp_path / "checkpoint"))) == {2}
+            again = group.train([3], batch.format(3))[0]
+            group.call("export", str(tmp_path / ranks), 3)
+        exact = ranks == saved_by
+        for name in ("loss", "grad_norm", "kl"):
+            wanted = expected[name]
+            assert again[name] == (wanted if exact else pytest.approx(wanted, rel=1e-4, abs=1e-6))
+        for name, tensor in adapters(tmp_path / ranks).items():
+            other = straight[name]
+            assert torch.equal(tensor, other) if exact else float((tensor - other).abs().mean()) < LR / 100
+
+
+def test_a_checkpoint_belongs_to_its_base_and_to_runs_with_adapters(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    with workers.group(settings(model())) as group:
+        group.call("save", str(tmp_path / "adapters"))
+    with workers.group(configuration(model(), kind="fsdp")) as group:
+        group.call("save", str(tmp_path / "whole"))
+        with pytest.raises(RankFailedError, match=r"TrainerError.*holds adapters alone.*trainer.lora"):
+            group.call("load", str(tmp_path / "adapters"))
+    with workers.group(settings(model())) as group, pytest.raises(RankFailedError, match="holds all weights"):
+        group.call("load", str(tmp_path / "whole"))
+    with (
+        workers.group(settings(model(initializer_range=0.03))) as group,
+        pytest.raises(RankFailedError, match=r"adapters belong to another model\.safetensors"),
+    ):
+        group.call("load", str(tmp_path / "adapters"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    slow_but([("qwen3", EVERY), ("glm4", EVERY), ("qwen2_moe", SHARED)], ("qwen2_moe", SHARED)),
+)
+def test_merged_weights_go_out_and_a_folder_of_adapters_starts_another_run(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, kind: str, targets: str
+) -> None:
+    folder = model(kind)
+    with workers.group(settings(folder, "2", targets)) as group:
+        group.train([1], batch.format(1))
+        group.call("export", str(tmp_path / "adapters"), 1)
+        group.call("export", str(tmp_path / "merged"), 1, merged=True)
+        group.call("upload", str(tmp_path / "uploaded"), 1)
+        sent = group.run(tensors_of_buckets)[0]
+        scores = group.run(log_probabilities, batch.format(2))[0]
+    for name, tensor in adapters(tmp_path / "adapters").items():
+        assert torch.equal(adapters(tmp_path / "uploaded")[name], tensor)
+    plain = Plain(folder)
+    pairs = add_pairs(plain.model, tmp_path / "adapters")
+    base, merged = tensors(folder), tensors(tmp_path / "merged")
+    assert merged.keys() == base.keys()
+    assert {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])} == {
+        f"{name}.weight" for name in pairs
+    }
+    for name, pair in pairs.items():
+        weight = base[f"{name}.weight"]
+        assert torch.allclose(merged[f"{name}.weight"], weight + pair.scale * pair.B @ pair.A, atol=1e-6)
+    assert sent.keys() == merged.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in merged.items())
+    with torch.no_grad():
+        for row in samples(2):
+            assert scores[row["sample_id"]] == pytest.approx(plain.logprobs(row).tolist(), abs=2e-5)
+    started = {"path": str(tmp_path / "adapters")}
+    with workers.group(settings(folder, "1", targets, lora=started, algorithm={"kl_coef": 0.1})) as group:
+        again = group.run(log_probabilities, batch.format(2))[0]
+        first = group.train([1], batch.format(1))[0]
+    assert first["kl"] == 0  # of the policy before the first step
+    for name, values in scores.items():
+        assert again[name] == pytest.approx(values, abs=2e-5)
+
+
+@pytest.mark.parametrize("ranks", slow_but(["1", "recomputed"], "recomputed"))
+def test_passes_with_and_without_a_gradient_have_the_same_bits(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, ranks: str
+) -> None:
+    with workers.group(settings(model(), ranks, global_batch=8)) as group:
+        for steps in ((1, 2), (3, 4)):
+            url = write_batch(tmp_path / str(steps[0]), [row for step in steps for row in samples(step)])
+            first, second = group.train(list(steps), url)
+            assert first["ratio_distance"] == 0
+            assert second["ratio_distance"] > 0
+
+
+@pytest.mark.slow
+def test_supervised_steps_and_a_teacher_are_those_of_megatron(
+    workers: Workers, model: Callable[..., Path], batch: str
+) -> None:
+    teacher = {"teacher": str(model("qwen3", initializer_range=0.05)), "distillation_coef": 0.5}
+    for algorithm in ({"loss": "sft"}, teacher):
+        found = []
+        for kind in ("fsdp", "megatron"):
+            config = configuration(model(), kind=kind, lora=LORA, algorithm=algorithm)
+            with workers.group(config) as group:
+                found.append([group.train([step], batch.format(step))[0] for step in STEPS])
+        for ours, theirs in zip(*found, strict=True):
+            for name in ("loss", "grad_norm"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), (algorithm, name)
+
+
+def test_experts_and_families_that_are_not_known_are_refused_by_name(
+    workers: Workers, model: Callable[..., Path]
+) -> None:
+    experts = r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj"
+    for config, reason in (
+        (settings(model("qwen3_moe"), targets=experts), r"trainer.lora.targets = .*experts\.0\.gate_proj"),
+        (settings(model("gemma3")), r"model.path = .*adapters need a family"),
+    ):
+        with pytest.raises(RankFailedError, match=f"^ConfigError.*{reason}"), workers.group(config):
+            pass

@@ -17,6 +17,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp of one context": {"kind": "fsdp", "parallel": {"context": 2}},
     "fsdp in copies": {"kind": "fsdp", "parallel": {"replicate": 2}},
     "fsdp, stepped on the host": {"kind": "fsdp", "optimizer": {"offload": 1.0}},
+    "megatron with adapters": {"lora": {"rank": 4}},
+    "fsdp with adapters": {"kind": "fsdp", "lora": {"rank": 4}},
     "bigram": {"rank": "tests.support.bigram_rank:BigramRank"},
 }
 
@@ -57,6 +59,8 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pytest.param(("fsdp of one context", 2), marks=pytest.mark.slow),
         pytest.param(("fsdp in copies", 2), marks=pytest.mark.slow),
         pytest.param(("fsdp, stepped on the host", 2), marks=pytest.mark.slow),
+        pytest.param(("megatron with adapters", 2), marks=pytest.mark.slow),
+        pytest.param(("fsdp with adapters", 2), marks=pytest.mark.slow),
         pytest.param(("bigram", 1), marks=pytest.mark.slow),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",

@@ -34,8 +34,8 @@ def versions(ranks: Group) -> set[int | None]:
 
 
 def exported(ranks: Group, folder: Path, version: int) -> bytes:
-    """The weights, as bytes of an exported file."""
-    ranks.call("export", str(folder), version)
+    """The weights with what adapters add, as bytes of an exported file."""
+    ranks.call("export", str(folder), version, merged=True)
     return (folder / "model.safetensors").read_bytes()
 
 
@@ -234,7 +234,9 @@ def sent(rank: Any) -> dict[str, tuple[tuple[int, ...], bytes]]:
 def test_every_way_carries_the_same_weights(trainer: UnderContract, tmp_path: Path) -> None:
     ranks = trainer.ranks
     exported(ranks, tmp_path / "exported", 0)
-    files = [file for rank in ranks.call("upload", str(tmp_path / "uploaded"), 0) for file in rank]
+    files = [
+        file for rank in ranks.call("upload", str(tmp_path / "uploaded"), 0, merged=True) for file in rank
+    ]
     uploaded = Store(str(tmp_path / "uploaded"))
     assert sorted(file["path"] for file in files) == sorted(uploaded.list(""))
     assert {file["path"]: file["sha256"] for file in files} == {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.core.config.lora_rules import model_problems
+from millrace.core.config.lora_rules import model_problems, unknown_problems
 from millrace.core.config.plan import make_plan
+from millrace.core.config.plan.memory import GATHERED
 from millrace.core.config.run_config import RunConfig
 from millrace.core.families.adapters import (
     FORMS,
@@ -29,6 +31,7 @@ from tests.support.tiny_models import sizes_of
 
 LORA = "trainer.lora={rank: 4, alpha: 8}"
 EVERYTHING = r"model\.layers\.\d+\.(self_attn|mlp\.experts\.\d+)\.(q|k|v|o|gate|up|down)_proj"
+FSDP = "trainer.kind=fsdp"
 ON_GPUS = ("engines.kind=sglang", "trainer.device=cuda")
 
 
@@ -47,6 +50,17 @@ ON_GPUS = ("engines.kind=sglang", "trainer.device=cuda")
         (["trainer.rank='m:Rank'"], ["trainer.lora"]),
         (["trainer.megatron={moe_aux_loss_coeff: 0.1}"], ["trainer.megatron.moe_aux_loss_coeff"]),
         (["trainer.megatron={moe_z_loss_coeff: 0.1}"], ["trainer.megatron.moe_z_loss_coeff"]),
+        ([FSDP], []),
+        ([FSDP, "algorithm.kl_coef=0.1", "trainer.lora.path=pairs"], []),
+        ([FSDP, "algorithm.loss=sft", "rollout.samples_per_prompt=1"], []),
+        ([FSDP, "trainer.world_size=2", "trainer.parallel.context=2"], []),
+        ([FSDP, "trainer.world_size=2", "trainer.parallel.replicate=2"], []),
+        ([FSDP, "trainer.optimizer.offload=0.5", "trainer.recompute=full"], []),
+        ([FSDP, "sync.lora=names", "engines.kind=embedded", "trainer.device=cpu"], []),
+        ([FSDP, "algorithm.teacher=other", "algorithm.distillation_coef=0.5"], []),
+        ([FSDP, "algorithm.preset=ppo"], ["algorithm.advantage.kind"]),
+        ([FSDP, "algorithm.reference=other", "algorithm.kl_coef=0.1"], ["algorithm.reference"]),
+        ([FSDP, "trainer.world_size=2", "trainer.parallel.tensor=2"], ["trainer.parallel.tensor"]),
     ],
     ids=str,
 )
@@ -54,12 +68,12 @@ def test_what_needs_other_weights_is_refused_by_name(overrides: list[str], refus
     assert fields(LORA, *overrides) == refused
 
 
-def config(targets: str = USUAL, **parallel: int) -> RunConfig:
+def config(targets: str = USUAL, kind: str = "megatron", **parallel: int) -> RunConfig:
     values: dict[str, Any] = {
         "run": {"name": "a"},
         "model": {"path": "m"},
         "data": {"sources": [{"path": "p"}]},
-        "trainer": {"world_size": 64, "parallel": parallel, "lora": {"targets": targets}},
+        "trainer": {"kind": kind, "world_size": 64, "parallel": parallel, "lora": {"targets": targets}},
     }
     return RunConfig.model_validate(values)
 
@@ -94,6 +108,24 @@ def test_the_usual_targets_are_all_of_attention_and_of_dense_mlps() -> None:
 EXPERTS = r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj"
 FEED_FORWARD = r".*\.mlp\.(.*\.)?(gate|up|down)_proj"
 SHARED, LATE, TOGETHER = tiny("qwen2_moe"), tiny("glm4_moe"), tiny("gpt_oss")
+
+
+def test_fsdp_has_adapters_of_the_same_matrices_but_of_experts() -> None:
+    for family in BUILT_IN:
+        shape = tiny(family.name)
+        for matrix in matrices(shape):
+            found = refusals(config(re.escape(matrix.name), "fsdp"), shape)
+            assert [field for field, _ in found] == (
+                [] if matrix.supported and not matrix.of_experts else ["trainer.lora.targets"]
+            ), matrix.name
+    (refusal,) = refusals(config(EXPERTS, "fsdp"), SHARED)
+    assert "FSDP's trainer has the experts of a layer in one tensor" in refusal[1]
+
+
+def test_adapters_of_a_family_that_is_not_known_are_refused_by_name() -> None:
+    (problem,) = unknown_problems(config(kind="fsdp"), "gemma3_text")
+    assert problem.field == "trainer.lora"
+    assert "the matrices of gemma3_text models are not known" in problem.reason
 
 
 def test_peft_reads_dense_mlps_and_shared_experts_of_a_mixture_by_their_parameters() -> None:
@@ -239,6 +271,26 @@ def test_the_plan_counts_gradients_optimizer_and_checkpoint_of_the_adapters_alon
     by_name = make_plan(test_plan.config(tmp_path, *changes, "sync.lora=names"), gpus=1)
     served = {part.name: part.size for part in by_name.engine_memory}
     assert served["adapters of 2 versions"] == 2 * 2 * adapters
+
+
+def test_the_plan_of_fsdp_counts_frozen_weights_in_their_type_and_states_of_adapters(tmp_path: Path) -> None:
+    changes = [FSDP, "trainer.world_size=4", "trainer.parallel.replicate=2", "model.dtype=bfloat16"]
+    changes += ["algorithm.kl_coef=0.1", "trainer.lora={rank: 32}"]
+    plan = make_plan(test_plan.config(tmp_path, *changes), gpus=4)
+    shape = test_plan.architecture(QWEN3_06B)
+    adapters = sum(parameters_of(matrix, 32) for matrix in targeted(shape, USUAL))
+    parts = {part.name: part.size for part in plan.trainer_memory}
+    assert parts["weights, bfloat16, 1/2"] == shape.parameters  # two bytes of a half
+    assert parts["adapters, fp32, 1/2"] == parts["gradients, fp32, 1/2"] == 4 * adapters // 2
+    assert parts["optimizer, fp32, 1/2"] == 8 * adapters // 2
+    assert parts["the policy, put aside for the reference"] == 4 * adapters // 2
+    blocks = (shape.parameters - shape.embedding) // shape.layers
+    gathered = 2 * (GATHERED // blocks)  # blocks, with the next ones
+    assert parts["gathered weights, bfloat16, and gradients of adapters"] == pytest.approx(
+        2 * (shape.embedding + gathered * blocks) + 6 * gathered * adapters / shape.layers, rel=1e-6
+    )
+    stored = {part.name: part.size for part in plan.disk}
+    assert stored["3 checkpoints at most at once"] == 3 * 12 * adapters
 
 
 def test_the_plan_counts_the_adapters_of_a_ranks_own_experts(tmp_path: Path) -> None:
