@@ -26,11 +26,11 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager
-def trainer(folder: Path, recompute: str) -> Iterator[Any]:
+def trainer(folder: Path, recompute: str, **changes: Any) -> Iterator[Any]:
     """A rank alone that holds a folder's weights."""
     from millrace.connectors.trainers.fsdp.rank import FsdpRank
 
-    rank = FsdpRank(families.settings(folder, "cuda", kind="fsdp", recompute=recompute), 0, 1)
+    rank = FsdpRank(families.settings(folder, "cuda", kind="fsdp", recompute=recompute, **changes), 0, 1)
     rank.setup(rank.address())
     try:
         yield rank
@@ -50,6 +50,21 @@ def test_log_probabilities_steps_and_exports_are_those_of_hugging_face(tmp_path:
 
         families.check_logprobs(everywhere, folder, steps, "cuda")
         families.check_steps(everywhere, folder, steps, "cuda", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen3, tied, computed again", "llama", "qwen3_moe"])
+def test_adapters_start_as_the_base_and_step_as_plain_pairs(tmp_path: Path, kind: str) -> None:
+    family, changes, recompute = KINDS[kind]
+    folder = families.save_model(tmp_path / "model", family, **changes)
+    steps = families.batches(tmp_path)
+    with trainer(folder, recompute) as rank:
+        base = families.trainer_logprobs(rank, steps[0][0], False)
+    with trainer(folder, recompute, lora={"rank": 8, "alpha": 16}) as rank:
+        found = families.trainer_logprobs(rank, steps[0][0], False)
+        assert [name for name, each in base.items() if not torch.equal(found[name], each)] == []
+        families.check_adapters(
+            lambda function, *given: [function(rank, *given)], folder, steps, "cuda", tmp_path
+        )
 
 
 def test_a_step_after_memory_was_released_is_the_step_without_it(tmp_path: Path) -> None:

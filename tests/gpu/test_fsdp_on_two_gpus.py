@@ -26,3 +26,13 @@ def test_steps_are_those_of_hugging_face(workers: GpuWorkers, tmp_path: Path, na
     with workers.group(config) as group:
         families.check_logprobs(group.run, folder, steps, "cuda")
         families.check_steps(group.run, folder, steps, "cuda", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data", "context, one key head, windows", "copies"])
+def test_steps_of_adapters_are_those_of_plain_pairs(workers: GpuWorkers, tmp_path: Path, name: str) -> None:
+    family, model, changes = families.FSDP_SPLITS[name]
+    folder = families.save_model(tmp_path / "model", family, **model)
+    steps = families.batches(tmp_path)
+    lora = {"rank": 8, "alpha": 16}
+    with workers.group(families.settings(folder, "cuda", 2, kind="fsdp", lora=lora, **changes)) as group:
+        families.check_adapters(group.run, folder, steps, "cuda", tmp_path)

@@ -22,6 +22,7 @@ from millrace.connectors.trainers.packing import make_packs
 from millrace.core.contracts.task_records import StepRequest
 from millrace.core.families.decoder import EXPERT_COUNTS
 from tests.support import trainer_ranks
+from tests.support.plain_lora import add_pairs
 from tests.support.tiny_models import know_kimi, save_tiny_model
 
 Rows = list[dict[str, Any]]
@@ -149,15 +150,22 @@ def save_model(folder: Path, family: str, **changes: Any) -> Path:
 class PlainModel:
     """Hugging Face's class, one sequence at a time, with torch's AdamW."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str, lr: float = 1e-3) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: str, lr: float = 1e-3, adapters: Path | None = None
+    ) -> None:
+        """adapters: a folder of pairs that are trained instead of the weights."""
         import transformers
 
         know_kimi()
         self.device = device
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-        ).to(device)
-        self.optimizer = adamw(list(self.model.parameters()), lr)
+        )
+        if adapters is not None:
+            for pair in add_pairs(self.model, adapters).values():
+                pair.to(dtype)
+        self.model.to(device)
+        self.optimizer = adamw([each for each in self.model.parameters() if each.requires_grad], lr)
 
     def logprobs(self, row: Mapping[str, Any]) -> Tensor:
         """Of a row's response tokens, in float32."""
@@ -354,6 +362,22 @@ def check_steps(
     }
     # steps move the numbers of a norm, which are near 1, by less than bfloat16 tells apart
     assert [name for name in first if first[name].ndim > 1 and torch.equal(first[name], last[name])] == []
+
+
+def check_adapters(
+    everywhere: Everywhere, folder: Path, steps: list[tuple[str, Rows]], device: str, into: Path
+) -> None:
+    """Steps have the gradient norms of plain pairs beside Hugging Face's class, and the exported pairs its log-probabilities."""
+    everywhere(trainer_export, str(into / "first"), 0)
+    plain = PlainModel(folder, torch.float32, device, adapters=into / "first")
+    for version, (url, rows) in enumerate(steps, start=1):
+        norm = everywhere(trainer_step, version, url)[0]
+        assert norm == pytest.approx(plain.step(rows, trainer_ranks.CLIP_GRAD), rel=NORMS)
+    url, rows = steps[0]
+    everywhere(trainer_export, str(into / "last"), len(steps))
+    exact = PlainModel(folder, torch.float32, device, adapters=into / "last").scored(rows)
+    assert gaps(_of_all(everywhere(trainer_logprobs, url, True)), exact)[1] < EXACT
+    assert gaps(exact, PlainModel(folder, torch.float32, device).scored(rows))[1] > 1e-3, "they moved"
 
 
 def trainer_step(rank: Any, version: int, url: str) -> float:

@@ -15,6 +15,8 @@ from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from tests.connectors.megatron.test_adapters import EVERY, LORA, PART, adapters, tensors, tensors_of_buckets
 from tests.connectors.megatron.test_parity import policy_loss
+from tests.connectors.megatron.test_peft_parity import KL, assert_twenty_steps_are_those_of_peft
+from tests.support import gpu_families as families
 from tests.support.plain_lora import PlainLora, add_pairs
 from tests.support.plain_trainer import LR, Plain
 from tests.support.slow_members import slow_but
@@ -90,6 +92,19 @@ def test_steps_and_adapters_are_those_of_plain_pairs(
     assert last.keys() == plain.tensors().keys()
     for name, expected in plain.tensors().items():
         assert float((last[name] - expected).abs().mean()) < LR / 100, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks", "targets"),
+    [("qwen3", "2", EVERY), ("qwen3", "context", EVERY), ("qwen2_moe", "2", SHARED)],
+)
+def test_twenty_steps_are_those_of_peft(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, kind: str, ranks: str, targets: str
+) -> None:
+    folder = model(kind)
+    config = settings(folder, ranks, targets, algorithm={"kl_coef": KL})
+    assert_twenty_steps_are_those_of_peft(workers, config, folder, tmp_path)
 
 
 def test_megatrons_run_of_the_same_seed_starts_from_the_same_adapters(
@@ -259,6 +274,17 @@ def test_passes_with_and_without_a_gradient_have_the_same_bits(
             first, second = group.train(list(steps), url)
             assert first["ratio_distance"] == 0
             assert second["ratio_distance"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.FSDP_SPLITS)
+def test_what_is_tried_on_two_gpus_passes_on_a_cpu(workers: Workers, tmp_path: Path, name: str) -> None:
+    family, model, changes = families.FSDP_SPLITS[name]
+    folder = families.save_model(tmp_path / "model", family, **model)
+    steps = families.batches(tmp_path)
+    lora = {"rank": 8, "alpha": 16}
+    with workers.group(families.settings(folder, "cpu", 2, kind="fsdp", lora=lora, **changes)) as group:
+        families.check_adapters(group.run, folder, steps, "cpu", tmp_path)
 
 
 @pytest.mark.slow

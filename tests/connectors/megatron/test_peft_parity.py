@@ -23,6 +23,7 @@ from tests.support.plain_trainer import LR, Plain
 from tests.support.trainer_ranks import Workers, log_probabilities, samples, write_batch
 
 STEPS = 20
+KL = 0.1
 SPLIT = [
     ("qwen3", "tp2 sp", EVERY),
     ("qwen3", "pp2", EVERY),
@@ -92,8 +93,16 @@ def test_twenty_steps_are_those_of_peft(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, kind: str, layout: str, targets: str
 ) -> None:
     folder = model(kind)
+    config = settings(folder, layout, targets, algorithm={"kl_coef": KL})
+    assert_twenty_steps_are_those_of_peft(workers, config, folder, tmp_path)
+
+
+def assert_twenty_steps_are_those_of_peft(
+    workers: Workers, config: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    """config: of ranks with adapters beside the folder's model, and a KL coefficient of KL."""
     batches = [write_batch(tmp_path / str(step), samples(step)) for step in range(1, STEPS + 1)]
-    with workers.group(settings(folder, layout, targets, algorithm={"kl_coef": 0.1})) as group:
+    with workers.group(config) as group:
         group.call("export", str(tmp_path / "first"), 0)
         ours: list[dict[str, Any]] = [
             group.train([step], batches[step - 1])[0] for step in range(1, STEPS + 1)
@@ -102,7 +111,7 @@ def test_twenty_steps_are_those_of_peft(
         group.call("export", str(tmp_path / "last"), STEPS)
     policy = PeftPolicy(folder, tmp_path / "first")
     for step, found in enumerate(ours, start=1):
-        loss = policy_loss(policy, samples(step), {}, 0.1)
+        loss = policy_loss(policy, samples(step), {}, KL)
         assert found["loss"] == pytest.approx(loss.item(), rel=2e-3, abs=2e-5), step
         assert found["grad_norm"] == pytest.approx(policy.step(loss), rel=2e-3), step
     last = adapters(tmp_path / "last")
