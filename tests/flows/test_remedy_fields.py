@@ -49,7 +49,7 @@ NOT_ASKED_FOR = {  # file and field: why the field need not change when the run 
     ("connectors/engines/sglang/client.py", "model.dtype"): "a place to look at, not a change",
     ("flows/commands/terminal.py", "run.name"): "an example of how a field is set",
     (
-        "connectors/trainers/megatron/models.py",
+        "connectors/trainers/checkpoint/base_weights.py",
         "trainer.lora",
     ): "of another run's checkpoint: a run keeps its own adapters",
     ("flows/commands/deploy.py", "run.name"): "of a file that is deployed, before any run of it",

@@ -17,8 +17,8 @@ def base_marked(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def check_base(config: RunConfig, marker: Mapping[str, dict[str, str]], url: str) -> None:
-    """Raise TrainerError, on every rank, if a checkpoint has adapters beside other weights, or where the run trains all weights, or
-    none where it trains adapters. All ranks must call it."""
+    """Raise TrainerError, on every rank, if a checkpoint has adapters and the run trains all weights, or the other way round, or if
+    its adapters belong to other weights. All ranks must call it."""
     now = on_rank_0(lambda: base_marked(config)).get(BASE)
     stored = marker.get(BASE)
     if stored == now:

@@ -61,7 +61,7 @@ def attach(model: Any, config: RunConfig, arch: Architecture | None) -> None:
             raise ConfigError(
                 f"it matches {matrix.name}, for which transformers has no linear layer",
                 where=f"trainer.lora.targets = {lora.targets}",
-                remedy="name other matrices, or set trainer.kind=megatron",
+                remedy="name other matrices, or take trainer.kind=megatron",
             )
         a, b = first_pair(matrix, lora.rank, config.run.seed) if stored is None else stored[matrix.name]
         pair = Pair(matrix, a.float(), b.float(), lora.alpha / lora.rank)
