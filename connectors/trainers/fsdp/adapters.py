@@ -19,17 +19,19 @@ from millrace.connectors.trainers.frozen_models import held
 from millrace.connectors.trainers.ops.added_product import add_product
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.families.adapters import Matrix, targeted
+from millrace.core.families.adapters import targeted
 from millrace.core.families.architecture import Architecture
 
 
 class Pair(Module):
-    """A [rank, in] and B [out, rank] of a linear layer."""
+    """A [rank, in] and B [out, rank] of a linear layer. matrix: the name of its weight in checkpoints, without .weight."""
 
-    def __init__(self, matrix: Matrix, a: Tensor, b: Tensor, scale: float) -> None:
+    def __init__(self, matrix: str, linear: Linear, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
         self.matrix, self.scale = matrix, scale
         self.A, self.B = Parameter(a), Parameter(b)
+        linear.adapter = self
+        linear.register_forward_hook(self.add_to)
 
     def add_to(self, _layer: Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """A forward hook of the layer: adds scale · B A x to its output."""
@@ -64,9 +66,7 @@ def attach(model: Any, config: RunConfig, arch: Architecture | None) -> None:
                 remedy="name other matrices, or take trainer.kind=megatron",
             )
         a, b = first_pair(matrix, lora.rank, config.run.seed) if stored is None else stored[matrix.name]
-        pair = Pair(matrix, a.float(), b.float(), lora.alpha / lora.rank)
-        linear.adapter = pair
-        linear.register_forward_hook(pair.add_to)
+        Pair(matrix.name, linear, a.float(), b.float(), lora.alpha / lora.rank)
 
 
 def pairs_of(model: Module) -> Iterator[Pair]:
@@ -79,7 +79,7 @@ def gathered(model: Module, dtype: torch.dtype, sharded_over: Any) -> FlatPairs:
     pairs = list(pairs_of(model))
     parameters = [each for pair in pairs for each in (pair.A, pair.B)]
     whole = iter(_whole(parameters, dtype, sharded_over))
-    return FlatPairs.of({pair.matrix.name: (next(whole), next(whole)) for pair in pairs})
+    return FlatPairs.of({pair.matrix: (next(whole), next(whole)) for pair in pairs})
 
 
 def _whole(parameters: Sequence[Parameter], dtype: torch.dtype, group: Any) -> list[Tensor]:

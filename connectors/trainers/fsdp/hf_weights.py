@@ -37,7 +37,7 @@ def hf_tensors(
         whole: dict[str, Tensor] = {}
         for part in parts:
             if isinstance(part, Pair):
-                weight = f"{part.matrix.name}.weight"
+                weight = f"{part.matrix}.weight"
                 a, b = (_full(each.detach().to(dtype)) for each in (part.A, part.B))
                 whole[weight] = merged(whole[weight], (a, b), part.scale)
                 continue

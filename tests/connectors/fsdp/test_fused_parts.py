@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from millrace.connectors.trainers.fsdp.adapters import Pair, pairs_of
 from millrace.connectors.trainers.fsdp.fused_parts import FAMILIES, ROTATED, fuse
 from millrace.connectors.trainers.fsdp.packed_model import move
 
@@ -50,13 +51,21 @@ def test_each_family_has_a_model_here() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_model_is_the_same_function(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_fused_model_is_the_same_function(
+    family: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **OF_FAMILY[family]})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     modeling = sys.modules[type(model).__module__]
     monkeypatch.setattr(modeling, "apply_rotary_pos_emb", own := modeling.apply_rotary_pos_emb)
     tokens = torch.randint(64, (1, 11))
+    if adapted:
+        for name, part in [*model.model.named_modules()]:
+            if isinstance(part, torch.nn.Linear):
+                a, b = torch.randn(2, part.in_features), torch.randn(part.out_features, 2)
+                Pair(name, part, a, b, 0.1)
 
     def passed() -> list[torch.Tensor]:
         model.zero_grad()
@@ -65,6 +74,7 @@ def test_a_fused_model_is_the_same_function(family: str, monkeypatch: pytest.Mon
         return [logits.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
 
     before = passed()
+    assert all(part.A.grad is not None and part.A.grad.abs().sum() > 0 for part in pairs_of(model))
     fuse(model)
     for found, expected in zip(passed(), before, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -80,10 +90,12 @@ def test_another_activation_stays() -> None:
     assert "forward" not in vars(model.model.layers[0].mlp)
 
 
-def test_parameters_are_cast_and_buffers_are_not() -> None:
+def test_frozen_parameters_are_cast_and_trained_ones_and_buffers_are_not() -> None:
     config = transformers.DeepseekV3Config(**{**SIZES, **OF_FAMILY["DeepseekV3"]})
     model = transformers.DeepseekV3ForCausalLM(config)
+    model.requires_grad_(False).lm_head.requires_grad_(True)
     move(list(model.modules()), torch.device("cpu"), torch.bfloat16)
-    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert {each.dtype for each in model.model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight.dtype == torch.float32
     biases = [each.dtype for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
     assert biases == [torch.float32]
