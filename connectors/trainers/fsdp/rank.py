@@ -86,7 +86,6 @@ class FsdpRank(LearnerRank):
                 write_peft(folder, pairs.on_host(), lora, shape, source)
             return
         tensors: dict[str, torch.Tensor] = {}
-        shape = self.learner.architecture
         for unit in hf_tensors(model, self._dtype, shape):  # all ranks gather, rank 0 keeps
             if dist.get_rank() == 0:
                 tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in unit.items()}
