@@ -23,7 +23,7 @@ from millrace.core.families.adapters import targeted
 from millrace.core.families.architecture import Architecture
 
 
-class Pair(Module):
+class LinearPair(Module):
     """A [rank, in] and B [out, rank] of a linear layer. matrix: the name of its weight in checkpoints, without .weight."""
 
     def __init__(self, matrix: str, linear: Linear, a: Tensor, b: Tensor, scale: float) -> None:
@@ -66,12 +66,12 @@ def attach(model: Any, config: RunConfig, arch: Architecture | None) -> None:
                 remedy="name other matrices, or take trainer.kind=megatron",
             )
         a, b = first_pair(matrix, lora.rank, config.run.seed) if stored is None else stored[matrix.name]
-        Pair(matrix.name, linear, a.float(), b.float(), lora.alpha / lora.rank)
+        LinearPair(matrix.name, linear, a.float(), b.float(), lora.alpha / lora.rank)
 
 
-def pairs_of(model: Module) -> Iterator[Pair]:
+def pairs_of(model: Module) -> Iterator[LinearPair]:
     """The pairs of a model, in the order of its layers."""
-    return (part for part in model.modules() if isinstance(part, Pair))
+    return (part for part in model.modules() if isinstance(part, LinearPair))
 
 
 def gathered(model: Module, dtype: torch.dtype, sharded_over: Any) -> FlatPairs:

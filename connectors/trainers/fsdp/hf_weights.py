@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from millrace.connectors.trainers.adapters import merged
 from millrace.connectors.trainers.frozen_models import held
-from millrace.connectors.trainers.fsdp.adapters import Pair
+from millrace.connectors.trainers.fsdp.adapters import LinearPair
 from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of_units
 from millrace.connectors.trainers.weights.buckets import JOINED, TensorGroup, Unit
 from millrace.core.families.architecture import Architecture
@@ -36,7 +36,7 @@ def hf_tensors(
     for _, parts in [units[-1], *units[:-1]]:  # the root first, since a single file begins with the embedding
         whole: dict[str, Tensor] = {}
         for part in parts:
-            if isinstance(part, Pair):
+            if isinstance(part, LinearPair):
                 weight = f"{part.matrix}.weight"
                 a, b = (_full(each.detach().to(dtype)) for each in (part.A, part.B))
                 whole[weight] = merged(whole[weight], (a, b), part.scale)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from millrace.connectors.trainers.fsdp.adapters import Pair, pairs_of
+from millrace.connectors.trainers.fsdp.adapters import LinearPair, pairs_of
 from millrace.connectors.trainers.fsdp.fused_parts import FAMILIES, ROTATED, fuse
 from millrace.connectors.trainers.fsdp.packed_model import move
 
@@ -65,7 +65,7 @@ def test_a_fused_model_is_the_same_function(
         for name, part in [*model.model.named_modules()]:
             if isinstance(part, torch.nn.Linear):
                 a, b = torch.randn(2, part.in_features), torch.randn(part.out_features, 2)
-                Pair(name, part, a, b, 0.1)
+                LinearPair(name, part, a, b, 0.1)
 
     def passed() -> list[torch.Tensor]:
         model.zero_grad()
