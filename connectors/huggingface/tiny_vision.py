@@ -84,7 +84,7 @@ def build_tiny_vision(
                 weights.data.mul_(contrast if "visual" in name else 2)
     target = Path(folder)
     model.save_pretrained(target)
-    _put_inputs_first(target / "model.safetensors")
+    put_inputs_first(target / "model.safetensors")
     build_tokenizer().save_pretrained(target)
     side = 2 * patch
     settings = {
@@ -100,7 +100,7 @@ def build_tiny_vision(
     return target
 
 
-def _put_inputs_first(file: Path) -> None:
+def put_inputs_first(file: Path) -> None:
     """Store experts as they are published: transformers writes them with their outputs first."""
     from safetensors.torch import load_file, save_file
 

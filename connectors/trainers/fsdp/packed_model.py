@@ -66,9 +66,12 @@ class PackedModel(Module):
         return given if self.context is None else {**given, "context": self.context}
 
     def look(self, config: RunConfig, device: torch.device) -> None:
-        """Let packs have pictures."""
-        assert self._tower[0] is not None, "the model sees pictures"
-        self.sight = Sight(config, self._tower[0], device)
+        """Let packs have pictures. All ranks must call it."""
+        tower = self._tower[0]
+        assert tower is not None, "the model sees pictures"
+        tower.to(device=device, dtype=compute_type(config))
+        _receive([*tower.modules()])
+        self.sight = Sight(config, tower, device)
 
     def _language(self, pack: Pack) -> Tensor:
         """Hidden states [1, T, H] of the language model beside a tower."""
@@ -110,20 +113,20 @@ def read_model(
     """The model of a folder on the host: whole on rank 0, without values on the others, which get them as blocks are cut.
 
     transformers keeps a file's own tensors in the file until they are used, but stacks experts in memory: eight ranks of a host
-    would hold eight copies. A model that sees pictures is whole on every rank, since each has the tower. All ranks must call it.
-    field: the setting that named the folder. Raises ConfigError if transformers cannot make the model or read its weights.
+    would hold eight copies. The others get a tower in `PackedModel.look`. All ranks must call it. field: the setting that named the
+    folder. Raises ConfigError if transformers cannot make the model or read its weights.
     """
     seeing = sees_images(folder)
     found: list[Any] = []
 
     def read() -> dict[str, torch.dtype]:
-        if not seeing and dist.get_rank() > 0:
+        if dist.get_rank() > 0:
             return {}
         found.append(_read(config, folder, device, field, seeing))
         return {name: buffer.dtype for name, buffer in found[0].named_buffers()}
 
     types = on_every_rank(read)[0]
-    inner = found[0] if found else _unread(folder, _attention(config, device), types)
+    inner = found[0] if found else _unread(folder, _attention(config, device), seeing, types)
     tower: Any = inner.model.visual if seeing else None
     if seeing:
         tower.set_attn_implementation("sdpa")  # of whole pictures, which are no samples of a pack
@@ -140,13 +143,17 @@ def _attention(config: RunConfig, device: torch.device) -> str:
     return attention.PACKED if device.type == "cuda" and config.dtype != "float32" else "sdpa"
 
 
+def _kind(seeing: bool) -> Any:
+    """transformers' class for the model."""
+    import transformers
+
+    return transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
+
+
 def _read(config: RunConfig, folder: str, device: torch.device, field: str, seeing: bool) -> Any:
     """The Hugging Face model, in the type of its files."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     try:
-        read: Any = kind.from_pretrained(
+        read: Any = _kind(seeing).from_pretrained(
             folder,
             dtype="auto",
             attn_implementation=_attention(config, device),
@@ -217,14 +224,14 @@ def _check_replaceable(inner: Any, context: int, where: str) -> None:
         )
 
 
-def _unread(folder: str, attention: str, types: Mapping[str, torch.dtype]) -> Any:
+def _unread(folder: str, attention: str, seeing: bool, types: Mapping[str, torch.dtype]) -> Any:
     """The same model without values: memory that nothing was written to takes no room. types: of its buffers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with no_init_weights():
-        inner: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        inner: Any = _kind(seeing).from_config(config, attn_implementation=attention)
     inner.tie_weights()
     for name, type_ in types.items():
         owner, _, own = name.rpartition(".")
@@ -264,8 +271,7 @@ def shard(
     for group in (*together(blocks), [root]):
         for unit, parts in group:
             move(parts, device, compute)
-            if not model.sees:  # every rank has read what sees
-                _receive(parts)
+            _receive(parts)
             if unit is not model and trains and config.trainer.recompute == "full":
                 _recompute(unit)
         units = [unit for unit, _ in group]

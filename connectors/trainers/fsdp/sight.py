@@ -39,11 +39,11 @@ class Sight:
     """Sees the pictures of the run's folder."""
 
     def __init__(self, config: RunConfig, tower: Module, device: Any) -> None:
-        """tower: of the model, in any type."""
+        """tower: of the model, on the device in the type of computation."""
         self.rules: ImageRules = image_rules(config.model.path)
         self.marks = torch.tensor(self.rules.marks, device=device)
         compute = compute_type(config)
-        self._tower = tower.to(device=device, dtype=compute).requires_grad_(False)
+        self._tower = tower.requires_grad_(False)
         self._stored = StoredImages(Store(config.storage.root).child(config.run.name))
         self._device, self._dtype = device, compute
         self._kept: OrderedDict[str, Features] = OrderedDict()

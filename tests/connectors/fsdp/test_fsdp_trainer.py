@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from millrace.connectors.huggingface.tiny_vision import put_inputs_first
 from millrace.connectors.trainers.megatron.conversion.sources import TorchDistSource
 from millrace.connectors.trainers.megatron.optim.optimizer import make_schedule
 from millrace.core.algorithms.learning_rate import learning_rate
@@ -130,13 +131,24 @@ def growth_of_a_read(rank: Any, folder: Path) -> int:
     return grown
 
 
+@pytest.mark.parametrize("sees", [False, True], ids=["text", "pictures"])
 def test_one_rank_alone_has_the_stacks_of_experts_that_transformers_makes_of_a_folder(
-    workers: Workers, model: Callable[..., Path], tmp_path: Path
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, sees: bool
 ) -> None:
     sizes = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 64, "head_dim": 64}
-    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-    made = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts))
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 320}
+    made: Any
+    if sees:
+        vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+        vision |= {"out_hidden_size": 512, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+        text = {**sizes, **experts, "tie_word_embeddings": False}
+        config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+        made = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    else:
+        made = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts))
     made.save_pretrained(tmp_path)
+    if sees:
+        put_inputs_first(tmp_path / "model.safetensors")
     size = sum(each.nbytes for each in made.parameters())
     with workers.group(fsdp(model("qwen3_moe"), 2)) as group:  # so that its modules are imported
         reader, other = group.run(growth_of_a_read, tmp_path)
