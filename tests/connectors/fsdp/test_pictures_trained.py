@@ -186,3 +186,22 @@ def test_experts_that_are_stored_with_their_outputs_first_are_refused(tmp_path: 
         ConfigError, match=r"down_proj .*has shape \[4, 32, 24\], the model has \[4, 24, 32\]"
     ):
         weight_tensors(str(folder), shape)
+
+
+def sent_shapes(rank: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a rank sends."""
+    return {
+        name: tuple(tensor.shape)
+        for group in rank._sections()
+        for unit in group.units()
+        for name, tensor in unit
+    }
+
+
+def test_every_rank_sends_what_the_checkpoint_has_beside_its_tower(
+    workers: Workers, folder: Path, tmp_path: Path
+) -> None:
+    stored = load_file(folder / "model.safetensors")
+    expected = {name: tuple(tensor.shape) for name, tensor in stored.items() if "visual." not in name}
+    with workers.group(seeing(folder, tmp_path / "runs")) as group:
+        assert group.run(sent_shapes) == [expected] * 2
