@@ -283,6 +283,9 @@ def _trainer_rows(row: Callable[..., Row]) -> Iterator[Row]:
     yield row("adapters", what, "1.3, ≤ 1.1, ≤ 0.05 s", command, _adapters)
     what = "the first two with pairs added in one product, and seconds of an export"
     yield row("adapters_4b_step", what, "1.3, ≤ 1.1", command, _adapters_step)
+    command = f"{command} --halves train --tokens 16384 --length 16384 --limit-gib 78 --steps 3"
+    what = "adapters of 4B on samples of 16,384 tokens, PyTorch held to 78 GiB: tokens/s, and GPU memory used in all"
+    yield row("adapters_4b_80gb", what, "≤ 79.6 GiB", command, _adapters_held)
 
 
 def _parallel_experts(result: Any) -> str:
@@ -315,6 +318,11 @@ def _adapters_step(result: Any) -> str:
     train = result["train"]["adapters"]
     export = median(each["export"] for each in train["export_s"])
     return f"{result['train']['speed']:.2f}, {train['held_over_planned']:.2f}, {export:.2f} s"
+
+
+def _adapters_held(result: Any) -> str:
+    train = result["train"]["adapters"]
+    return f"{train['tokens_per_s']:,} tokens/s, {train['gpu_used_gib']:.1f} GiB"
 
 
 def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:

@@ -64,9 +64,13 @@ def from_ranks(work: Callable[..., None], device: str, world: int, *arguments: A
     ranks = [
         context.Process(target=work, args=(rank, *arguments, addresses, results)) for rank in range(world)
     ]
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
     for process, gpu in zip(ranks, gpus_of(device, world), strict=True):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # its imports may ask CUDA what there is
         process.start()
+    os.environ.pop("CUDA_VISIBLE_DEVICES")
+    if own is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):

@@ -37,6 +37,7 @@ WARM_UP = [
 GPU_SHAPE = {"hidden": 512, "head_dim": 64, "layers": 8}  # a head size that SGLang's kernels accept
 GPU_WARM_UP = [
     *WARM_UP,
+    "run.iterations=5",  # the larger model learns faster
     "model.dtype=bfloat16",
     "trainer.optimizer.lr=5.0e-4",
     "trainer.max_pack_tokens=16384",

@@ -20,7 +20,7 @@ from millrace.core.families.family import ModelPart
 FP32 = 4  # bytes
 # parameters of FSDP's blocks that are gathered at once: each gathering takes the host some 3 ms a step, in which small blocks are
 # long computed
-GATHERED = 2**27
+GATHERED = 2**28
 ON_THE_WAY = 2 * 2 * 2**26  # bytes of a rank: two chunks of gradients and of weights
 LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk
 
