@@ -37,11 +37,8 @@ from millrace.core.waits import beat
 INDEX, PACK = ".json", ".tar.gz"
 LOG = "kernels.log"
 PATIENCE_S = 120.0  # a start without kernels takes as long
-GIVEN_AFTER_S = (
-    0.0,
-    60.0,
-    240.0,
-)  # waits before gifts: later kernels are compiled at the first use of a shape
+# waits before gifts: later kernels are compiled at the first use of a shape
+GIVEN_AFTER_S = (0.0, 60.0, 240.0)
 COMPILED_ANEW = "it is not used, and what it held is compiled anew"
 FAILS = (StorageError, StalledError, OSError)  # of the storage or of this host's folder
 
@@ -54,9 +51,8 @@ class KernelCache:
         self.store = Store(url).child(key.name)
         self.key, self.folder, self._say = key, folder, say
         self._indexes: dict[str, list[str]] = {}  # entries of each pack, by its name
-        self._damaged: dict[
-            str, list[str]
-        ] = {}  # the same of packs that are not used; none if the index is damaged
+        # the same of packs that are not used; none if the index is damaged
+        self._damaged: dict[str, list[str]] = {}
         self._alone = threading.Lock()  # a gift may start while what was to be taken still arrives
         self._giving: threading.Thread | None = None
 
