@@ -250,6 +250,7 @@ READS = {
     ("connectors/trainers/megatron/torch_dist.py", "dist_checkpointing.load"): "read as data",
     ("connectors/engines/embedded/weight_routes.py", "load_safetensors"): "safetensors",
     ("connectors/engines/embedded/by_transformers.py", "load_file"): "safetensors",
+    ("connectors/huggingface/tiny_vision.py", "load_file"): "safetensors",
     ("core/families/folder_tensors.py", "safe_open"): "safetensors",
     ("core/families/peft_folder.py", "safe_open"): "safetensors",
     ("core/families/weight_files.py", "safe_open"): "safetensors",
