@@ -39,7 +39,11 @@ def test_it_learns_sums_that_it_is_not_trained_on(seed: int, name: str, tmp_path
     assert points[iterations] >= points[0] + RISE, points
 
 
-LAYOUTS = {"alone": [], "context of three": ["trainer.world_size=3", "trainer.parallel.context=3"]}
+LAYOUTS = {
+    "alone": [],
+    "context of three": ["trainer.world_size=3", "trainer.parallel.context=3"],
+    "adapters": ["trainer.lora={rank: 8}"],
+}
 
 
 @pytest.mark.slow
