@@ -320,64 +320,42 @@ EXPERTS = (
     *gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", "expert_ffn"),
 )
 _EXPERT = f"{_IN}.mlp.experts.local_experts.{{expert}}"
+
+
+def experts_together(*, inputs_first: bool = False) -> tuple[ModelPart, ModelPart]:
+    """Both products of the experts of a layer, in a tensor each: [experts, out, in], or [experts, in, out] if `inputs_first`."""
+
+    def shape(out: str, into: str) -> tuple[str, ...]:
+        return ("experts", into, out) if inputs_first else ("experts", out, into)
+
+    first = {f"{_AT}.mlp.experts.gate_up_proj": shape("expert_pair", "hidden")}
+    second = {f"{_AT}.mlp.experts.down_proj": shape("hidden", "expert_ffn")}
+    return (
+        ModelPart(f"{_EXPERT}.linear_fc1.weight", first, 0, "halves", inputs_first=inputs_first),
+        ModelPart(f"{_EXPERT}.linear_fc2.weight", second, 1, inputs_first=inputs_first),
+    )
+
+
 # the same, stored one by one or in tensors of all experts of a layer
 EXPERTS_IN_EITHER_FORM = (
     *ROUTER,
     *only_with("experts_apart", EXPERTS[len(ROUTER) :]),
-    ModelPart(
-        f"{_EXPERT}.linear_fc1.weight",
-        {f"{_AT}.mlp.experts.gate_up_proj": ("experts", "expert_pair", "hidden")},
-        0,
-        "halves",
-        when=TOGETHER,
-    ),
-    ModelPart(
-        f"{_EXPERT}.linear_fc2.weight",
-        {f"{_AT}.mlp.experts.down_proj": ("experts", "hidden", "expert_ffn")},
-        1,
-        when=TOGETHER,
-    ),
+    *only_with(TOGETHER, experts_together()),
 )
-# the same in tensors of all experts of a layer whose inputs come first
-EXPERTS_INPUTS_FIRST = (
-    *ROUTER,
-    ModelPart(
-        f"{_EXPERT}.linear_fc1.weight",
-        {f"{_AT}.mlp.experts.gate_up_proj": ("experts", "hidden", "expert_pair")},
-        0,
-        "halves",
-        inputs_first=True,
-    ),
-    ModelPart(
-        f"{_EXPERT}.linear_fc2.weight",
-        {f"{_AT}.mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
-        1,
-        inputs_first=True,
-    ),
-)
+_PRODUCTS = experts_together(inputs_first=True)
+EXPERTS_INPUTS_FIRST = (*ROUTER, *_PRODUCTS)
 # a router and experts with biases; tensors of all experts of a layer
 BIASED_EXPERTS = (
     ModelPart(f"{_IN}.mlp.router.weight", {f"{_AT}.mlp.router.weight": ("experts", "hidden")}),
     ModelPart(f"{_IN}.mlp.router.bias", {f"{_AT}.mlp.router.bias": ("experts",)}),
-    ModelPart(
-        f"{_EXPERT}.linear_fc1.weight",
-        {f"{_AT}.mlp.experts.gate_up_proj": ("experts", "hidden", "expert_pair")},
-        0,
-        "turns",
-        inputs_first=True,
-    ),
+    replace(_PRODUCTS[0], form="turns"),
     ModelPart(
         f"{_EXPERT}.linear_fc1.bias",
         {f"{_AT}.mlp.experts.gate_up_proj_bias": ("experts", "expert_pair")},
         0,
         "turns",
     ),
-    ModelPart(
-        f"{_EXPERT}.linear_fc2.weight",
-        {f"{_AT}.mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
-        1,
-        inputs_first=True,
-    ),
+    _PRODUCTS[1],
     ModelPart(f"{_EXPERT}.linear_fc2.bias", {f"{_AT}.mlp.experts.down_proj_bias": ("experts", "hidden")}),
 )
 # a sigmoid router's; the choice of experts would change if it were rounded
