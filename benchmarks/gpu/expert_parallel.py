@@ -60,11 +60,11 @@ def figures_of(trainer: Any, job: Job) -> dict[str, Any]:
     def step() -> None:
         made.append(trainer.train(StepRequest(len(made) + 1, job.batches[len(made)])))
 
-    steps = [_seconds(step, gpu=gpu) for _ in job.batches[:-1]][WARM_UP:]
+    steps = [seconds_together(step, gpu=gpu) for _ in job.batches[:-1]][WARM_UP:]
     figures = {"whole": _share(statistics.median(steps), job.work[0], job)}
     profiled = _profile(step, trainer.rank) if gpu else step()
     pack = pack_of(trainer, job.lengths)
-    layers = [_seconds(lambda: _layers(trainer, pack), gpu=gpu) for _ in range(WARM_UP + 5)][WARM_UP:]
+    layers = [seconds_together(lambda: _layers(trainer, pack), gpu=gpu) for _ in range(WARM_UP + 5)][WARM_UP:]
     trainer.learner.policy.zero_grad()
     figures["layers"] = _share(statistics.median(layers), job.work[1], job)
     if trainer.rank == 0:
@@ -92,7 +92,7 @@ def _share(seconds: float, work: float, job: Job) -> dict[str, float]:
     }
 
 
-def _seconds(turn: Callable[[], Any], *, gpu: bool) -> float:
+def seconds_together(turn: Callable[[], Any], *, gpu: bool) -> float:
     """How long a turn takes that all ranks start together."""
     import torch
 

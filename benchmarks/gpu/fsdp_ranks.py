@@ -12,16 +12,16 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.batch_rows import write_batch
+from benchmarks.gpu.expert_parallel import seconds_together
 from benchmarks.gpu.shapes import command_line, device_name, model_folder
 from benchmarks.gpu.trainer import WARM_UP, lengths_of, make_rows, rank_config
 from benchmarks.gpu.two_ways import from_ranks, set_up
 from millrace.connectors.trainers.fsdp.rank import FsdpRank
-from millrace.core.contracts.task_records import StepRequest
+from millrace.core.contracts.task_records import StepMetrics, StepRequest
 
 
 def main() -> None:
@@ -73,14 +73,12 @@ def _rank(number: int, config: dict[str, Any], batches: list[str], addresses: An
     trainer = FsdpRank(config, number, world)
     set_up(trainer, number, world, addresses)
     gpu = config["trainer"]["device"] == "cuda"
-    seconds, metrics = [], {}
-    for step, batch in enumerate(batches, start=1):
-        torch.distributed.barrier()
-        started = time.perf_counter()
-        metrics = trainer.train(StepRequest(step, batch))
-        if gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+    made: list[StepMetrics] = []
+
+    def step() -> None:
+        made.append(trainer.train(StepRequest(len(made) + 1, batches[len(made)])))
+
+    seconds = [seconds_together(step, gpu=gpu) for _ in batches]
     if number == 0:
         held = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
         figures = {
@@ -88,7 +86,7 @@ def _rank(number: int, config: dict[str, Any], batches: list[str], addresses: An
             "all_s": seconds,
             "held_gib": round(held, 1),
         }
-        results.put({**figures, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
+        results.put({**figures, "loss": made[-1]["loss"], "grad_norm": made[-1]["grad_norm"]})
         results.close()
         results.join_thread()
     trainer.shutdown()

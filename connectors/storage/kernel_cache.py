@@ -39,7 +39,7 @@ LOG = "kernels.log"
 PATIENCE_S = 120.0  # a start without kernels takes as long
 # waits before gifts: later kernels are compiled at the first use of a shape
 GIVEN_AFTER_S = (0.0, 60.0, 240.0)
-COMPILED_ANEW = "it is not used, and what it held is compiled anew"
+COMPILED_HERE = "it is not used, and what it held is compiled here"
 FAILS = (StorageError, StalledError, OSError)  # of the storage or of this host's folder
 
 
@@ -139,7 +139,7 @@ class KernelCache:
             index = self.store.read_sealed(name + INDEX)
             return [inside(entry) for entry in index["entries"]]
         except (CorruptFileError, MissingFileError, ValueError) as error:
-            self._say(f"{error}; {COMPILED_ANEW}")
+            self._say(f"{error}; {COMPILED_HERE}")
             return None
 
     def _unpack(self, name: str, lacking: Sequence[str]) -> int:
@@ -152,7 +152,7 @@ class KernelCache:
                 reason = f"its {len(data)} bytes have the sha256 {actual}, not that of its name"
                 raise CorruptFileError(reason, where=self.store.url_of(path))
         except (CorruptFileError, MissingFileError) as error:
-            self._say(f"{error}; {COMPILED_ANEW}")
+            self._say(f"{error}; {COMPILED_HERE}")
             self._damaged[name] = self._indexes.pop(name)
             return 0
         contents = _contents(data, lacking)

@@ -20,6 +20,7 @@ from millrace.connectors.engines.sglang.server_args import (
     decode_graphs,
     option_arguments,
     option_problems,
+    own_folders,
 )
 from millrace.connectors.storage.kernel_cache import kernel_cache
 from millrace.core.config import RunConfig
@@ -50,8 +51,7 @@ def launch_sglang(start: EngineStart) -> Launch:
     environment = sglang_environment(os.environ, start.address, patience)
     if not CORRECTED.isdisjoint(_model_classes(start.model)):
         environment = with_corrections(environment)
-    found = [folder for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
-    kernels = kernel_cache(start.config, f"engine {start.index}", found)
+    kernels = kernel_cache(start.config, f"engine {start.index}", own_folders())
     if kernels:
         environment |= kernels.environment
     return Launch(command, lambda: port, environment, kernels)

@@ -47,9 +47,14 @@ def sglang_finds(package: str) -> bool:
     return bool(_folders(package)) or bool(importlib.util.find_spec(package))
 
 
+def own_folders() -> list[str]:
+    """The folders in which a server looks for packages before it looks beside millrace."""
+    return [folder for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
+
+
 def _folders(package: str) -> list[Path]:
     """The folders in which a server would find a package."""
-    named = [Path(folder) / package for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
+    named = [Path(folder) / package for folder in own_folders()]
     own = [folder for folder in named if folder.is_dir()]
     if own:
         return own[:1]
