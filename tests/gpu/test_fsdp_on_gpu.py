@@ -59,7 +59,7 @@ def test_adapters_start_as_the_base_and_step_as_plain_pairs(tmp_path: Path, kind
     steps = families.batches(tmp_path)
     with trainer(folder, recompute) as rank:
         base = families.trainer_logprobs(rank, steps[0][0], False)
-    with trainer(folder, recompute, lora={"rank": 8, "alpha": 16}) as rank:
+    with trainer(folder, recompute, lora=families.LORA) as rank:
         found = families.trainer_logprobs(rank, steps[0][0], False)
         assert [name for name, each in base.items() if not torch.equal(found[name], each)] == []
         families.check_adapters(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +18,7 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.mark.parametrize("name", families.FSDP_SPLITS)
 def test_steps_are_those_of_hugging_face(workers: GpuWorkers, tmp_path: Path, name: str) -> None:
-    family, model, changes = families.FSDP_SPLITS[name]
-    folder = families.save_model(tmp_path / "model", family, **model)
-    steps = families.batches(tmp_path)
-    config: dict[str, Any] = families.settings(folder, "cuda", 2, kind="fsdp", **changes)
+    config, folder, steps = families.split(name, "cuda", tmp_path)
     with workers.group(config) as group:
         families.check_logprobs(group.run, folder, steps, "cuda")
         families.check_steps(group.run, folder, steps, "cuda", tmp_path)
@@ -30,9 +26,6 @@ def test_steps_are_those_of_hugging_face(workers: GpuWorkers, tmp_path: Path, na
 
 @pytest.mark.parametrize("name", ["data", "context, one key head, windows", "copies"])
 def test_steps_of_adapters_are_those_of_plain_pairs(workers: GpuWorkers, tmp_path: Path, name: str) -> None:
-    family, model, changes = families.FSDP_SPLITS[name]
-    folder = families.save_model(tmp_path / "model", family, **model)
-    steps = families.batches(tmp_path)
-    lora = {"rank": 8, "alpha": 16}
-    with workers.group(families.settings(folder, "cuda", 2, kind="fsdp", lora=lora, **changes)) as group:
+    config, folder, steps = families.split(name, "cuda", tmp_path, lora=families.LORA)
+    with workers.group(config) as group:
         families.check_adapters(group.run, folder, steps, "cuda", tmp_path)

@@ -276,6 +276,7 @@ Everywhere = Callable[..., list[Any]]
 """Calls a function of a rank, with more arguments, on every rank; returns what each gives."""
 
 
+LORA = {"rank": 8, "alpha": 16}
 FSDP_SPLITS: dict[
     str, tuple[str, dict[str, Any], dict[str, Any]]
 ] = {  # a family, its sizes, and two ranks' settings
@@ -301,6 +302,15 @@ def settings(folder: Path, device: str, world: int = 1, **changes: Any) -> dict[
     """A trainer in bfloat16 of packs with several long sequences."""
     given: dict[str, Any] = {"dtype": "bfloat16", "device": device, "max_pack_tokens": 256, **changes}
     return trainer_ranks.configuration(folder, world, **given)
+
+
+def split(
+    name: str, device: str, into: Path, **changes: Any
+) -> tuple[dict[str, Any], Path, list[tuple[str, Rows]]]:
+    """One of FSDP_SPLITS: the configuration of its two ranks, the folder of its model, and two steps."""
+    family, model, given = FSDP_SPLITS[name]
+    folder = save_model(into / "model", family, **model)
+    return settings(folder, device, 2, kind="fsdp", **{**given, **changes}), folder, batches(into)
 
 
 def batches(folder: Path) -> list[tuple[str, Rows]]:

@@ -29,12 +29,15 @@ FAILS = "SGLANG_STAND_IN_FAILS"  # a file with a node's rank and a text: its pro
 MEETS_S = 60.0
 
 
-def install(folder: Path) -> dict[str, str]:
-    """Environment variables with which a server's process finds this in place of SGLang."""
+STARTS = "from tests.support.sglang_stand_in import main\n\nmain()\n"
+
+
+def install(folder: Path, program: str = STARTS) -> dict[str, str]:
+    """Environment variables with which a server's process runs a program in place of SGLang: this one, if none is given."""
     package = folder / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text("from tests.support.sglang_stand_in import main\n\nmain()\n")
+    (package / "launch_server.py").write_text(program)
     path = os.pathsep.join(map(str, (folder, REPOSITORY / "src", REPOSITORY)))
     return {"MILLRACE_SGLANG_PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 

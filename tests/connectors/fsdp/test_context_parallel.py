@@ -112,9 +112,7 @@ def save(folder: Path, kind: str, heads: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", gpu_families.FSDP_SPLITS)
 def test_what_is_tried_on_two_gpus_passes_on_a_cpu(workers: Workers, tmp_path: Path, name: str) -> None:
-    family, changes, given = gpu_families.FSDP_SPLITS[name]
-    folder = gpu_families.save_model(tmp_path / "model", family, **changes)
-    steps = gpu_families.batches(tmp_path)
-    with workers.group(gpu_families.settings(folder, "cpu", 2, kind="fsdp", **given)) as group:
+    config, folder, steps = gpu_families.split(name, "cpu", tmp_path)
+    with workers.group(config) as group:
         gpu_families.check_logprobs(group.run, folder, steps, "cpu")
         gpu_families.check_steps(group.run, folder, steps, "cpu", tmp_path)

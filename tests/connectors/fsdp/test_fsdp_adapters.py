@@ -13,11 +13,17 @@ import torch
 from millrace.core.families.adapters import parameters_of, targeted
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
-from tests.connectors.megatron.test_adapters import EVERY, LORA, PART, adapters, tensors, tensors_of_buckets
+from tests.connectors.megatron.test_adapters import EVERY, LORA, PART
 from tests.connectors.megatron.test_parity import policy_loss
 from tests.connectors.megatron.test_peft_parity import KL, assert_twenty_steps_are_those_of_peft
 from tests.support import gpu_families as families
-from tests.support.plain_lora import PlainLora, add_pairs
+from tests.support.adapter_checks import (
+    adapters,
+    check_checkpoints_know_their_base,
+    check_next_step,
+    check_what_goes_out,
+)
+from tests.support.plain_lora import PlainLora
 from tests.support.plain_trainer import LR, Plain
 from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import (
@@ -190,37 +196,15 @@ def test_a_checkpoint_of_adapters_loads_with_another_number_of_ranks(
         group.call("save", str(tmp_path / "checkpoint"))
         expected = group.train([3], batch.format(3))[0]
         group.call("export", str(tmp_path / "straight"), 3)
-    straight = adapters(tmp_path / "straight")
-    for ranks in (saved_by, *others):
-        with workers.group(settings(model(), ranks, **changes)) as group:
-            assert set(group.call("load", str(tmp_path / "checkpoint"))) == {2}
-            again = group.train([3], batch.format(3))[0]
-            group.call("export", str(tmp_path / ranks), 3)
-        exact = ranks == saved_by
-        for name in ("loss", "grad_norm", "kl"):
-            wanted = expected[name]
-            assert again[name] == (wanted if exact else pytest.approx(wanted, rel=1e-4, abs=1e-6))
-        for name, tensor in adapters(tmp_path / ranks).items():
-            other = straight[name]
-            assert torch.equal(tensor, other) if exact else float((tensor - other).abs().mean()) < LR / 100
+    configs = {ranks: settings(model(), ranks, **changes) for ranks in (saved_by, *others)}
+    check_next_step(workers, configs, batch, tmp_path, 3, expected)
 
 
 def test_a_checkpoint_belongs_to_its_base_and_to_runs_with_adapters(
     workers: Workers, model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with workers.group(settings(model())) as group:
-        group.call("save", str(tmp_path / "adapters"))
-    with workers.group(configuration(model(), kind="fsdp")) as group:
-        group.call("save", str(tmp_path / "whole"))
-        with pytest.raises(RankFailedError, match=r"TrainerError.*holds adapters alone.*trainer.lora"):
-            group.call("load", str(tmp_path / "adapters"))
-    with workers.group(settings(model())) as group, pytest.raises(RankFailedError, match="holds all weights"):
-        group.call("load", str(tmp_path / "whole"))
-    with (
-        workers.group(settings(model(initializer_range=0.03))) as group,
-        pytest.raises(RankFailedError, match=r"adapters belong to another model\.safetensors"),
-    ):
-        group.call("load", str(tmp_path / "adapters"))
+    whole, other = configuration(model(), kind="fsdp"), settings(model(initializer_range=0.03))
+    check_checkpoints_know_their_base(workers, settings(model()), whole, other, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -230,38 +214,9 @@ def test_a_checkpoint_belongs_to_its_base_and_to_runs_with_adapters(
 def test_merged_weights_go_out_and_a_folder_of_adapters_starts_another_run(
     workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path, kind: str, targets: str
 ) -> None:
-    folder = model(kind)
-    with workers.group(settings(folder, "2", targets)) as group:
-        group.train([1], batch.format(1))
-        group.call("export", str(tmp_path / "adapters"), 1)
-        group.call("export", str(tmp_path / "merged"), 1, merged=True)
-        group.call("upload", str(tmp_path / "uploaded"), 1)
-        sent = group.run(tensors_of_buckets)[0]
-        scores = group.run(log_probabilities, batch.format(2))[0]
-    for name, tensor in adapters(tmp_path / "adapters").items():
-        assert torch.equal(adapters(tmp_path / "uploaded")[name], tensor)
-    plain = Plain(folder)
-    pairs = add_pairs(plain.model, tmp_path / "adapters")
-    base, merged = tensors(folder), tensors(tmp_path / "merged")
-    assert merged.keys() == base.keys()
-    assert {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])} == {
-        f"{name}.weight" for name in pairs
-    }
-    for name, pair in pairs.items():
-        weight = base[f"{name}.weight"]
-        assert torch.allclose(merged[f"{name}.weight"], weight + pair.scale * pair.B @ pair.A, atol=1e-6)
-    assert sent.keys() == merged.keys()
-    assert all(torch.equal(sent[name], tensor) for name, tensor in merged.items())
-    with torch.no_grad():
-        for row in samples(2):
-            assert scores[row["sample_id"]] == pytest.approx(plain.logprobs(row).tolist(), abs=2e-5)
-    started = {"path": str(tmp_path / "adapters")}
-    with workers.group(settings(folder, "1", targets, lora=started, algorithm={"kl_coef": 0.1})) as group:
-        again = group.run(log_probabilities, batch.format(2))[0]
-        first = group.train([1], batch.format(1))[0]
-    assert first["kl"] == 0  # of the policy before the first step
-    for name, values in scores.items():
-        assert again[name] == pytest.approx(values, abs=2e-5)
+    folder, lora = model(kind), {"path": str(tmp_path / "adapters")}
+    started = settings(folder, "1", targets, lora=lora, algorithm={"kl_coef": 0.1})
+    check_what_goes_out(workers, settings(folder, "2", targets), started, folder, batch, tmp_path)
 
 
 @pytest.mark.parametrize("ranks", slow_but(["1", "recomputed"], "recomputed"))
@@ -279,11 +234,8 @@ def test_passes_with_and_without_a_gradient_have_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", families.FSDP_SPLITS)
 def test_what_is_tried_on_two_gpus_passes_on_a_cpu(workers: Workers, tmp_path: Path, name: str) -> None:
-    family, model, changes = families.FSDP_SPLITS[name]
-    folder = families.save_model(tmp_path / "model", family, **model)
-    steps = families.batches(tmp_path)
-    lora = {"rank": 8, "alpha": 16}
-    with workers.group(families.settings(folder, "cpu", 2, kind="fsdp", lora=lora, **changes)) as group:
+    config, folder, steps = families.split(name, "cpu", tmp_path, lora=families.LORA)
+    with workers.group(config) as group:
         families.check_adapters(group.run, folder, steps, "cpu", tmp_path)
 
 

@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from millrace.core.families.adapters import parameters_of, targeted
 from millrace.core.families.architecture import architecture
 from millrace.core.families.config_file import read_hf_config
 from tests.connectors.megatron.test_parity import policy_loss
-from tests.support.plain_lora import PlainLora, add_pairs
+from tests.support.adapter_checks import (
+    adapters,
+    check_checkpoints_know_their_base,
+    check_next_step,
+    check_what_goes_out,
+    tensors,
+)
+from tests.support.plain_lora import PlainLora
 from tests.support.plain_trainer import LR, Plain
 from tests.support.slow_members import slow_but
 from tests.support.trainer_ranks import (
@@ -86,10 +92,6 @@ def settings(model: Path, layout: str = "tp1", targets: str = EVERY, **changes: 
     ranks = 1 if layout == "tp1" else max(2, split, experts)
     lora = {**LORA, "targets": targets, **changes.pop("lora", {})}
     return configuration(model, ranks, parallel=parallel, lora=lora, optimizer={"lr": LR}, **changes)
-
-
-def adapters(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -232,38 +234,18 @@ def test_a_checkpoint_holds_adapters_and_loads_under_another_layout(
     assert {name.partition("adapters.")[0] for name in names} == {
         "", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.",
     }  # fmt: skip
-    for number, layout in enumerate([saved_by, *others]):
-        with workers.group(settings(folder, layout, targets, algorithm={"kl_coef": 0.1})) as group:
-            assert set(group.call("load", str(tmp_path / "checkpoint"))) == {1}
-            again = group.train([2], batch.format(2))[0]
-            group.call("export", str(tmp_path / str(number)), 2)
-        exact = layout == saved_by
-        for name in ("loss", "grad_norm", "kl"):
-            assert again[name] == (
-                expected[name] if exact else pytest.approx(expected[name], rel=1e-4, abs=1e-6)
-            )
-        for name, tensor in adapters(tmp_path / "straight").items():
-            other = adapters(tmp_path / str(number))[name]
-            assert torch.equal(tensor, other) if exact else float((tensor - other).abs().mean()) < LR / 100
+    configs = {
+        layout: settings(folder, layout, targets, algorithm={"kl_coef": 0.1})
+        for layout in (saved_by, *others)
+    }
+    check_next_step(workers, configs, batch, tmp_path, 2, expected)
 
 
 def test_a_checkpoint_belongs_to_its_base_and_to_runs_with_adapters(
     workers: Workers, model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with workers.group(settings(model())) as group:
-        group.call("save", str(tmp_path / "adapters"))
-    with workers.group(configuration(model())) as group:
-        group.call("save", str(tmp_path / "whole"))
-        with pytest.raises(RankFailedError, match=r"TrainerError.*holds adapters alone.*trainer.lora"):
-            group.call("load", str(tmp_path / "adapters"))
-    with workers.group(settings(model())) as group, pytest.raises(RankFailedError, match="holds all weights"):
-        group.call("load", str(tmp_path / "whole"))
-    other = model(initializer_range=0.03)
-    with (
-        workers.group(settings(other)) as group,
-        pytest.raises(RankFailedError, match=r"adapters belong to another model\.safetensors"),
-    ):
-        group.call("load", str(tmp_path / "adapters"))
+    other = settings(model(initializer_range=0.03))
+    check_checkpoints_know_their_base(workers, settings(model()), configuration(model()), other, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -285,54 +267,9 @@ def test_merged_weights_go_out_and_a_folder_of_adapters_starts_another_run(
     targets: str,
     layout: str,
 ) -> None:
-    folder = model(kind)
-    with workers.group(settings(folder, layout, targets)) as group:
-        group.train([1], batch.format(1))
-        group.call("export", str(tmp_path / "adapters"), 1)
-        group.call("export", str(tmp_path / "merged"), 1, merged=True)
-        group.call("upload", str(tmp_path / "uploaded"), 1)
-        sent = group.run(tensors_of_buckets)[0]
-        scores = group.run(log_probabilities, batch.format(2))[0]
-    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == sorted(
-        path.name for path in (tmp_path / "uploaded").iterdir()
-    )
-    plain = Plain(folder)
-    pairs = add_pairs(plain.model, tmp_path / "adapters")
-    base, merged = tensors(folder), tensors(tmp_path / "merged")
-    assert {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])} == {
-        f"{name}.weight" for name in pairs
-    }
-    for name, pair in pairs.items():
-        weight = base[f"{name}.weight"]
-        assert torch.allclose(merged[f"{name}.weight"], weight + pair.scale * pair.B @ pair.A, atol=1e-6)
-    assert sent.keys() == merged.keys()
-    assert all(torch.equal(sent[name], tensor) for name, tensor in merged.items())
-    with torch.no_grad():
-        for row in samples(2):
-            assert scores[row["sample_id"]] == pytest.approx(plain.logprobs(row).tolist(), abs=2e-5)
-    started = {"path": str(tmp_path / "adapters")}
-    with workers.group(settings(folder, targets=targets, lora=started, algorithm={"kl_coef": 0.1})) as group:
-        again = group.run(log_probabilities, batch.format(2))[0]
-        first = group.train([1], batch.format(1))[0]
-    assert first["kl"] == 0  # of the policy before the first step
-    for name, values in scores.items():
-        assert again[name] == pytest.approx(values, abs=2e-5)
-
-
-def tensors_of_buckets(rank: Any) -> dict[str, torch.Tensor]:
-    found, number, last = {}, 0, False
-    while not last:
-        bucket = rank.bucket(1, number, 1 << 14, False)
-        flat = rank._stream.flat
-        for name, shape, dtype, start, end in bucket.entries:
-            found[name] = flat[start:end].clone().view(getattr(torch, dtype)).view(shape)
-        number, last = number + 1, bucket.last
-    rank.end_buckets()
-    return found
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    folder, lora = model(kind), {"path": str(tmp_path / "adapters")}
+    started = settings(folder, targets=targets, lora=lora, algorithm={"kl_coef": 0.1})
+    check_what_goes_out(workers, settings(folder, layout, targets), started, folder, batch, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from tests.connectors.megatron.test_adapters import (
     EXPERTS,
     FEED_FORWARD,
     LORA,
-    adapters,
     settings,
 )
 from tests.connectors.megatron.test_parity import policy_loss
+from tests.support.adapter_checks import adapters
 from tests.support.plain_trainer import LR, Plain
 from tests.support.trainer_ranks import Workers, log_probabilities, samples, write_batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -10,11 +11,13 @@ import psutil
 import pytest
 
 from millrace.connectors.engines.process import PORT_TRIES, EngineServer
+from millrace.connectors.engines.sglang.server_args import PYTHON_PATH
 from millrace.connectors.host.kernel_folders import kernel_key
 from millrace.connectors.storage.kernel_cache import KernelCache
 from millrace.core.errors import EngineError
 from tests.support.flow_runs import Patience
 from tests.support.local_handle import COUNT, fleet_config
+from tests.support.sglang_stand_in import install
 
 
 def test_a_started_server_leaves_its_log_alone_in_the_runs_folder(
@@ -122,11 +125,8 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).
 def test_a_start_that_lost_a_port_to_another_process_is_made_again(
     lost: int, ends: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "site" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text(RACE)
-    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(package.parent))
+    for name, value in install(tmp_path / "site", RACE).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     monkeypatch.setenv("LOST", str(lost))
     monkeypatch.setenv("ENDS", ends)
@@ -147,13 +147,11 @@ def test_a_start_that_lost_a_port_to_another_process_is_made_again(
 def test_a_server_compiles_into_its_hosts_folder_with_what_the_cache_has_and_gives_the_rest(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "site" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text(COMPILES)
-    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(package.parent))
+    environment = install(tmp_path / "site", COMPILES)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
-    key = kernel_key([str(package.parent)])
+    key = kernel_key(environment[PYTHON_PATH].split(os.pathsep))
     (tmp_path / "given" / "triton" / "STORED").mkdir(parents=True)
     (tmp_path / "given" / "triton" / "STORED" / "launcher.so").write_text("kernel")
     giver = KernelCache(str(tmp_path / "store"), key, tmp_path / "given", print)

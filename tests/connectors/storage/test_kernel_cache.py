@@ -187,7 +187,7 @@ def test_ninja_has_nothing_to_do_though_headers_are_newer(tmp_path: Path) -> Non
     one = Host(root, tmp_path / "kernels")
     built = one.build(header)
     assert one.cache.give() == 1
-    shutil.rmtree(one.folder)  # a fresh host, where the same paths are installed anew
+    shutil.rmtree(one.folder)  # a fresh host, where the same paths are installed again
     header.write_text("header\n")
     os.utime(header, (time.time() - 2, time.time() - 2))
     two = Host(root, tmp_path / "kernels")
@@ -225,11 +225,11 @@ def test_a_damaged_pack_is_named_and_stored_again_once_compiled(
     else:
         store.write(pack, data[:-9] if what == "cut" else data[:-1] + b"?")
     assert two.cache.take() == 0
-    assert any(pack in line and "compiled anew" in line for line in two.lines)
+    assert any(pack in line and "compiled here" in line for line in two.lines)
     two.compile("AA", "other")
     assert two.cache.give() == 1
     assert three.cache.take() == 1
-    assert not any("compiled anew" in line for line in three.lines)
+    assert not any("compiled here" in line for line in three.lines)
 
 
 @pytest.mark.parametrize("text", ["{", '{"entries": ["triton/AA"]}', ""])
@@ -241,11 +241,11 @@ def test_a_damaged_index_is_named_and_replaced(host: Callable[[str], Host], root
     index = next(path for path in store.list() if path.endswith(".json"))
     store.write(index, text.encode())
     assert two.cache.take() == 0
-    assert any(index in line and "compiled anew" in line for line in two.lines)
+    assert any(index in line and "compiled here" in line for line in two.lines)
     two.compile("AA", "other")
     assert two.cache.give() == 1
     assert three.cache.take() == 1
-    assert not any("compiled anew" in line for line in three.lines)
+    assert not any("compiled here" in line for line in three.lines)
 
 
 def test_an_index_whose_entry_leads_out_of_the_folder_is_refused(
