@@ -224,8 +224,10 @@ class Engine:
         shape = read_shape(path)
         if shape != self.shape:
             raise ModelError(f"{folder}: its config.json describes another model than the one served")
-        tensors = read_tensors(path, shape, self.decoder.weights.dtype)
-        self.replace_weights(make_weights(shape, tensors, self.folder), version or self.weight_version)
+        weights = make_weights(shape, read_tensors(path, shape, self.decoder.weights.dtype), self.folder)
+        if self.tower is not None:
+            self.tower.read(path)
+        self.replace_weights(weights, version or self.weight_version)
 
     def read_adapter(self, name: str, folder: str) -> Adapter:
         """The adapter in a PEFT folder. Needs no `call`. Raises RequestError if it does not fit the model."""
@@ -255,12 +257,29 @@ class Engine:
             raise RequestError(f"lora_path: {name} is not loaded")
         return None if name is None else self.adapters[name]
 
-    def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise ModelError if a tensor's shape does not fit the served model."""
-        held = self.decoder.weights.tensors
-        for name, shape in shapes.items():
-            if name in held and list(held[name].shape) != list(shape):
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights that it serves, by their names in a folder: also those of the tower."""
+        return {**self.decoder.weights.tensors, **(self.tower.tensors if self.tower else {})}
+
+    def check_tensors(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise ModelError if one is no tensor of the served model, or has another shape."""
+        held = self.tensors
+        for name, shape in sorted(shapes.items()):
+            if name not in held:
+                raise ModelError(f"{name} is no tensor of the model served")
+            if list(held[name].shape) != list(shape):
                 raise ModelError(f"{name} has shape {list(shape)}, the model has {list(held[name].shape)}")
+
+    def replace_tensors(self, tensors: Mapping[str, Tensor], version: str | None) -> None:
+        """Serve these in place of those of the same names. Raises ModelError as `check_tensors` does."""
+        self.check_tensors({name: tensor.shape for name, tensor in tensors.items()})
+        held = self.decoder.weights.tensors
+        own = {name: tensor.to(held[name].dtype) for name, tensor in tensors.items() if name in held}
+        weights = make_weights(self.shape, held | own, self.folder)
+        if self.tower is not None:
+            self.tower.replace({name: tensor for name, tensor in tensors.items() if name not in held})
+        self.replace_weights(weights, self.weight_version if version is None else version)
 
     def start_trace(self, folder: str, steps: int) -> None:
         """Trace the next steps, which at the end are written to a folder. Raises RequestError if a trace is under way."""

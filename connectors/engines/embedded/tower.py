@@ -1,6 +1,6 @@
 """The tower of a model that sees pictures, as transformers has it, and what it makes of the pictures of a request.
 
-Owns the tower's weights, which no step changes, and the features of pictures. The language model is in `model`.
+Owns the tower's weights, which no step changes though trainers send them, and the features of pictures. The language model is in `model`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import base64
 import binascii
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +40,40 @@ class Tower:
 
         try:
             self.rules = image_rules(str(folder), FIELD)
-            stored = FolderTensors(str(folder), shape, FIELD, whole=False)
-            prefix = family_named(shape.family).beside[0]
-            tensors = {
-                name.removeprefix(prefix): stored[name].to(dtype)
-                for name in stored.kept
-                if name.startswith(prefix)
-            }
         except ConfigError as error:
             raise ModelError(str(error)) from error
+        self._shape, self._dtype = shape, dtype
+        self._prefix = family_named(shape.family).beside[0]
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.random.fork_rng(devices=[]):
             self._model = AutoModel.from_config(config.vision_config).to(dtype).eval()
-        try:
-            self._model.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ModelError(f"{FIELD} = {folder}: its tower is not whole: {str(error)[:300]}") from error
-        self._dtype = dtype
         self._kept: OrderedDict[str, Features] = OrderedDict()
+        self.read(folder)
+
+    def read(self, folder: Path) -> None:
+        """Take the weights of a folder. Raises ModelError if it does not hold the whole tower."""
+        try:
+            stored = FolderTensors(str(folder), self._shape, FIELD, whole=False)
+            tensors = {name: stored[name] for name in stored.kept if name.startswith(self._prefix)}
+        except ConfigError as error:
+            raise ModelError(str(error)) from error
+        held, nothing = self.tensors, torch.empty(0)
+        for name in sorted({*held, *tensors}):
+            if held.get(name, nothing).shape != tensors.get(name, nothing).shape:
+                raise ModelError(f"{FIELD} = {folder}: its tower is not whole: {name}")
+        self.replace(tensors)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights, by their names in a folder."""
+        return {self._prefix + name: tensor for name, tensor in self._model.state_dict().items()}
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take these weights, of names and shapes that it has."""
+        held = self.tensors
+        for name, tensor in tensors.items():
+            held[name].copy_(tensor)
+        self._kept.clear()
 
     def expanded(self, ids: Sequence[int], image_data: Any) -> tuple[list[int], SeenImages]:
         """A prompt with as many tokens for each picture as it has, of ids with one for each; and the pictures. Raises RequestError."""

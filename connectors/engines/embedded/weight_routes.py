@@ -13,7 +13,7 @@ import binascii
 import hashlib
 import ipaddress
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from millrace.connectors.engines.embedded.body import read_json
 from millrace.connectors.engines.embedded.engine import Engine
-from millrace.connectors.engines.embedded.model import ModelError, make_weights
 from millrace.connectors.engines.embedded.sampling import RequestError, whole
 
 TIMEOUT = timedelta(seconds=60)
@@ -185,7 +184,7 @@ class WeightRoutes:
         """Replace tensors by the bucket that rank 0 of a group broadcasts."""
         body = await read_json(http)
         listed = Listed.parse(body)
-        self._check(dict(zip(listed.names, listed.shapes, strict=True)))
+        self.engine.check_tensors(dict(zip(listed.names, listed.shapes, strict=True)))
         tensors = await asyncio.to_thread(self._groups.receive, str(body.get("group_name")), listed)
         await self._replace(tensors, body.get("weight_version"))
         return self._updated()
@@ -210,16 +209,13 @@ class WeightRoutes:
         return web.json_response(await self._call(lambda: self._check_weights(action)))
 
     def _check_weights(self, action: str) -> dict[str, Any]:
-        held = self.engine.decoder.weights.tensors
+        held = self.engine.tensors
         if action == "checksum":
             return {"success": True, "checksums": {name: _checksum(tensor) for name, tensor in held.items()}}
         if action == "snapshot":
             self.snapshot = {name: tensor.clone() for name, tensor in held.items()}
         elif action == "reset_tensors":
-            zeroed = {name: tensor.new_zeros(tensor.shape) for name, tensor in held.items()}
-            self.engine.replace_weights(
-                make_weights(self.engine.shape, zeroed, self.engine.folder), self.engine.weight_version
-            )
+            self.engine.replace_tensors({name: torch.zeros_like(each) for name, each in held.items()}, None)
         else:
             differing = [
                 name for name, tensor in held.items() if not tensor.equal(self.snapshot.get(name, tensor[:0]))
@@ -230,26 +226,10 @@ class WeightRoutes:
             }
         return {"success": True, "message": action}
 
-    def _check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        unknown = sorted(set(shapes) - set(self.engine.decoder.weights.tensors))
-        if unknown:
-            raise ModelError(f"{unknown[0]} is no tensor of the model served")
-        self.engine.check_shapes(shapes)
-
     async def _replace(self, tensors: dict[str, Tensor], version: Any) -> None:
         """Replace the served tensors of these names, and set the version if one is given."""
-
-        def replace() -> None:
-            engine = self.engine
-            self._check({name: tensor.shape for name, tensor in tensors.items()})
-            held = engine.decoder.weights.tensors
-            merged = held | {name: tensor.to(held[name].dtype) for name, tensor in tensors.items()}
-            engine.replace_weights(
-                make_weights(engine.shape, merged, engine.folder),
-                engine.weight_version if version is None else str(version),
-            )
-
-        await self._call(replace, when_idle=True)
+        named = None if version is None else str(version)
+        await self._call(lambda: self.engine.replace_tensors(tensors, named), when_idle=True)
 
     def _updated(self) -> web.Response:
         return web.json_response(

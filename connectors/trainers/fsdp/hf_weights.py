@@ -4,6 +4,7 @@ All ranks must iterate together, and every rank gets every tensor. Knows nothing
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import Parameter
 from millrace.connectors.trainers.adapters import merged
 from millrace.connectors.trainers.frozen_models import held
 from millrace.connectors.trainers.fsdp.adapters import LinearPair
-from millrace.connectors.trainers.fsdp.packed_model import PackedModel, parts_of_units
+from millrace.connectors.trainers.fsdp.packed_model import TOWER, PackedModel, parts_of_units
 from millrace.connectors.trainers.weights.buckets import JOINED, TensorGroup, Unit
 from millrace.core.families.architecture import Architecture
 from millrace.core.families.tensors import tensor_shapes
@@ -68,11 +69,22 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def tower_tensors(model: PackedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of the tower that sees a run's pictures, none without one: no step changes them, and every rank holds them whole."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if model.sight is None:
+        return {}
+    held = {f"{TOWER}.{name}": each.to(dtype) for name, each in model.sight.tower.state_dict().items()}
+    stored: dict[str, Tensor] = revert_weight_conversion(model.inner, held)
+    return stored
+
+
 def sections(model: PackedModel, dtype: torch.dtype, shape: Architecture | None) -> list[TensorGroup]:
-    """One section: every rank gathers every tensor."""
+    """One section: every rank gathers every tensor. Also those of the tower: an engine that gave its memory away has lost them."""
 
     def units() -> Iterator[Unit]:
-        for tensors in hf_tensors(model, dtype, shape):
+        for tensors in chain(hf_tensors(model, dtype, shape), [tower_tensors(model, dtype)]):
             joined = [name for name in tensors if name.endswith(JOINED)]
             if len(joined) == len(JOINED):  # of one block, as are all tensors here
                 yield [(name, tensors.pop(name)) for name in joined]

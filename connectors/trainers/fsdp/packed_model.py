@@ -30,6 +30,7 @@ from millrace.core.families.images import sees_images
 CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 BlockParts = tuple[Module, list[Module]]  # a block and its modules
 MAIN = torch.float32  # of the weights that the optimizer changes, and of their gradients
+TOWER = "model.visual"  # of a model that sees pictures, as transformers names it
 
 
 class PackedModel(Module):

@@ -43,7 +43,7 @@ class Sight:
         self.rules: ImageRules = image_rules(config.model.path)
         self.marks = torch.tensor(self.rules.marks, device=device)
         compute = compute_type(config)
-        self._tower = tower.requires_grad_(False)
+        self.tower = tower.requires_grad_(False)
         self._stored = StoredImages(Store(config.storage.root).child(config.run.name))
         self._device, self._dtype = device, compute
         self._kept: OrderedDict[str, Features] = OrderedDict()
@@ -84,7 +84,7 @@ class Sight:
         """A picture's patches as a grid, and its features."""
         if name not in self._kept:
             pixels = opened(self._stored.read(name).png)
-            self._kept[name] = picture_features(self._tower, self.rules, pixels, self._dtype, self._device)
+            self._kept[name] = picture_features(self.tower, self.rules, pixels, self._dtype, self._device)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(name)

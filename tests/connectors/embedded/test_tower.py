@@ -159,3 +159,34 @@ def test_a_folder_without_its_whole_tower_is_refused(tmp_path: Path, engine: Eng
     save_file({key: value for key, value in tensors.items() if key != name}, file, {"format": "pt"})
     with pytest.raises(ModelError, match="its tower is not whole"):
         Engine(str(tmp_path / "model"), max_running=16, max_total_tokens=512, weight_version="0", seed=1)
+
+
+def test_weights_that_are_sent_are_also_those_of_the_tower(tmp_path: Path, engine: Engine) -> None:
+    """As SGLang takes them. A picture that was seen before is seen again."""
+    from millrace.connectors.engines.embedded.model import ModelError
+
+    served = Engine(
+        str(engine.folder), max_running=16, max_total_tokens=8192, weight_version="0", seed=1, dtype="float32"
+    )
+    assert served.tower
+    ids, images = [2, served.tower.rules.token, 3], pictures(served)[:1]
+    served.start()
+    try:
+        before = asked(served, ids, images)
+        stored = {name: each.clone() for name, each in served.tensors.items()}
+        assert any("visual" in name for name in stored)
+        served.replace_tensors(
+            {name: torch.zeros_like(each) for name, each in served.tower.tensors.items()}, "1"
+        )
+        blind = asked(served, ids, images)
+        assert blind.prompt_logprobs != before.prompt_logprobs
+        served.replace_tensors(stored, "2")
+        assert asked(served, ids, images).prompt_logprobs == before.prompt_logprobs
+        served.replace_tensors({name: torch.zeros_like(each) for name, each in stored.items()}, "3")
+        served.update_from_disk(str(engine.folder), "4")
+        assert asked(served, ids, images).prompt_logprobs == before.prompt_logprobs
+        with pytest.raises(ModelError, match=r"visual\.none is no tensor of the model served"):
+            served.replace_tensors({**stored, "visual.none": torch.zeros(1)}, "5")
+        assert served.weight_version == "4"
+    finally:
+        served.stop()
