@@ -36,7 +36,8 @@ ROUTER_MISSING = (
 )
 FOREVER_S = 10 * 365 * 24 * 3600  # no time limit: millrace checks progress instead
 IN_SERVER = "millrace_in_sglang"
-# classes of models that SGLang does not serve right through updates of weights unless its process loads IN_SERVER
+# classes of models that SGLang does not serve right through updates of weights unless its process loads GLM, a part of IN_SERVER
+GLM = f"{IN_SERVER}.glm"
 CORRECTED = frozenset({"Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"})
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
@@ -50,7 +51,9 @@ def launch_sglang(start: EngineStart) -> Launch:
     patience = start.config.rollout.progress_timeout_s
     environment = sglang_environment(os.environ, start.address, patience)
     if not CORRECTED.isdisjoint(_model_classes(start.model)):
-        environment = with_corrections(environment)
+        environment = with_corrections(environment, GLM)
+    elif start.config.engines_sleep:
+        environment = with_corrections(environment, IN_SERVER)
     kernels = kernel_cache(start.config, f"engine {start.index}", own_folders())
     if kernels:
         environment |= kernels.environment
@@ -170,12 +173,12 @@ def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_
     return environment
 
 
-def with_corrections(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a server that also loads `in_server`, by SGLang's own setting for packages with models."""
+def with_corrections(environment: Mapping[str, str], package: str) -> dict[str, str]:
+    """The environment of a server that also loads a package of `in_server`, by SGLang's own setting for packages with models."""
     folders = [environment.get("PYTHONPATH", ""), str(Path(__file__).parent / "in_server")]
     corrections = {
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": IN_SERVER,
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": package,
     }
     return {**environment, **corrections}
 

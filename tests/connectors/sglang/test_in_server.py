@@ -1,4 +1,4 @@
-"""What SGLang's process loads of millrace: routers of GLM's mixtures that follow their weights."""
+"""What SGLang's process loads of millrace: routers of GLM's mixtures that follow their weights, and memory given away when idle."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,22 @@ for kind in (Glm4MoeGate, Glm4MoeLiteGate):
 """
 
 
+ADAPTER = """
+class _TorchMemorySaverAdapterReal:
+    def pause(self, tag):
+        print(tag)
+"""
+# as a GPU that still works would show it: what is waited for comes first
+PAUSES = """
+import importlib, os, torch
+torch.get_device_module().synchronize = lambda: print("idle")
+if name := os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+    importlib.import_module(name)
+from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterReal
+_TorchMemorySaverAdapterReal().pause("weights")
+"""
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder with the part of SGLang that is corrected."""
@@ -55,7 +72,26 @@ def site(tmp_path: Path) -> Path:
         (folder / "__init__.py").touch()
     for module, name in (("glm4_moe", "Glm4MoeGate"), ("glm4_moe_lite", "Glm4MoeLiteGate")):
         (models / f"{module}.py").write_text(GATE.format(name=name))
+    utils = models.parent / "utils"
+    utils.mkdir()
+    (utils / "__init__.py").touch()
+    (utils / "torch_memory_saver_adapter.py").write_text(ADAPTER)
     return tmp_path / "site"
+
+
+def said_by(
+    program: str, family: str, site: Path, folder: Path, **changes: Any
+) -> tuple[list[str], dict[str, str]]:
+    """What a program prints in the environment of an engine that serves a tiny model of a family, and that environment."""
+    model = save_tiny_model(folder / "model", family, 96)
+    config = RunConfig.model_validate({**GOOD, "engines": {"kind": "sglang"}, **changes})
+    launch = launch_sglang(EngineStart(config, str(model), 0, "127.0.0.1", "key", folder))
+    # the same libraries, and no millrace
+    environment = {**launch.environment, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    return said.stdout.split(), environment
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "qwen3_moe"])
@@ -63,22 +99,32 @@ def test_routers_of_glm_follow_their_weights_and_other_models_are_served_as_they
     family: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(site))
-    model = save_tiny_model(tmp_path / "model", family, 96)
-    config = RunConfig.model_validate({**GOOD, "engines": {"kind": "sglang"}})
-    launch = launch_sglang(EngineStart(config, str(model), 0, "127.0.0.1", "key", tmp_path))
-    # the same libraries, and no millrace
-    environment = {**launch.environment, "PYTHONSAFEPATH": "1"}
-    said = subprocess.run(
-        [sys.executable, "-c", ROUTES],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.split() == (["24.0"] * 2 if family != "qwen3_moe" else ["0.0"] * 2)
+    said, environment = said_by(ROUTES, family, site, tmp_path)
+    assert said == (["24.0"] * 2 if family != "qwen3_moe" else ["0.0"] * 2)
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(site)
+
+
+@pytest.mark.parametrize(
+    ("family", "offload", "expected"),
+    [
+        ("qwen3", True, ["idle", "weights"]),
+        ("qwen3", False, ["weights"]),
+        ("glm4_moe", True, ["idle", "weights"]),
+    ],
+)
+def test_an_engine_that_sleeps_ends_its_work_before_its_memory_goes(
+    family: str,
+    offload: bool,
+    expected: list[str],
+    site: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(site))
+    shared = {"colocate": True, "offload_engines": offload}
+    trainer = {**GOOD.get("trainer", {}), "device": "cuda"}
+    said, _ = said_by(PAUSES, family, site, tmp_path, placement=shared, trainer=trainer)
+    assert said == expected
 
 
 def test_corrected_classes_are_those_of_families_here() -> None:
