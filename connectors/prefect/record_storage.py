@@ -28,9 +28,16 @@ from millrace.core.errors import CorruptFileError
 log = logging.getLogger(__name__)
 
 # A record names its serializer, and Prefect would import any such name, even pickle. All of our records are plain JSON.
-PLAIN = JSONSerializer(object_encoder=None, object_decoder=None)
+PLAIN = JSONSerializer(object_encoder=f"{__name__}.encoded", object_decoder=None)
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def encoded(value: Any) -> str:
+    """An exception's text: Prefect wants to store a failed task's, which RecordStorage drops. Raises TypeError for anything else."""
+    if isinstance(value, BaseException):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no place in a record")
 
 
 class RecordStorage(WritableFileSystem):

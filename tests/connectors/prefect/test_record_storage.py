@@ -56,6 +56,13 @@ async def test_a_record_that_changed_is_another_ones_or_has_no_hash_is_named(
         await storage.read_path("a/iterations/000001/results/rollout.json")
 
 
+def test_an_exception_is_a_text_and_what_is_no_json_is_no_record() -> None:
+    """Prefect stores a failed task's exception, and warns if it cannot."""
+    assert PLAIN.loads(PLAIN.dumps(ValueError("bad"))) == "bad"
+    with pytest.raises(TypeError, match="set has no place in a record"):
+        PLAIN.dumps({"a": {1}})
+
+
 def test_a_task_is_kept_at_its_path_and_keeps_its_own_options(tmp_path: Path) -> None:
     @task(name="rollout", retries=2)
     async def rollout(number: int) -> dict[str, int]:
