@@ -217,6 +217,9 @@ def gpu_rows(kept: KeptResults) -> Iterator[Row]:
     command = "millrace train deployments/recipes/smollm2_one_gpu.yaml run.iterations=30"
     what = "SmolLM2-135M on word problems, held-out accuracy: all weights by Megatron and by FSDP, adapters"
     yield row("smollm2_learning", what, "rising", command, _three_curves)
+    command = "cd examples/geometry && millrace train geometry_vlm_one_gpu.yaml run.iterations=8"
+    what = "a tiny model that sees, 2,048 answers to 256 pictures by SGLang: a picture with each, log-prob gap"
+    yield row("pictures", what, "gap < its limit", command, _pictures)
     start = "python -m benchmarks.gpu.two_ways"
     for what, key, options in (
         (
@@ -271,7 +274,7 @@ def _trainer_rows(row: Callable[..., Row]) -> Iterator[Row]:
         yield row("experts", size, f"MFU ≥ {target} %", command, share)
     what = "the same step, two expert parallel GPUs, 8 × 2,048 tokens each"
     yield row("expert_parallel", what, "MFU ≥ 20 %", f"{command} --ep 2", _parallel_experts)
-    command = "python -m benchmarks.gpu.trainer --sides millrace fsdp --lengths 2048 --steps 5"
+    command = "python -m benchmarks.gpu.trainer --sides millrace fsdp --lengths 2048 --steps 8"
     yield row("fsdp", "FSDP's step over Megatron's, 0.6B", "≥ 0.8", command, _two_trainers)
     command = "python -m benchmarks.gpu.trainer --shape 4b --sides millrace fsdp --lengths 2048 --steps 3 --recompute full"
     yield row("fsdp_4b", "the same, 4B, computed again", "≥ 0.9", command, _two_trainers)
@@ -300,6 +303,11 @@ def _two_trainers(result: Any) -> str:
         f"{rates['fsdp', length] / rates['millrace', length]:.2f} at {length:,} tokens a sample"
         for length in lengths
     )
+
+
+def _pictures(result: Any) -> str:
+    rate = result["answers"] / result["rollout_s"]
+    return f"{rate:.0f} a second, {result['logprob_gap_mean']:.4f} of {result['logprob_gap_limit']}"
 
 
 def _offloads(result: Any) -> str:

@@ -56,6 +56,12 @@ def sdpa_mask_unless_packed(sdpa_mask: Any) -> Any:
     return mask
 
 
+def rows(heads: Tensor) -> Tensor:
+    """[T, heads, d] of [1, heads, T, d]."""
+    # not heads[0]: the backward pass of a choice fills a tensor with zeros and copies into it
+    return heads.squeeze(0).transpose(0, 1)
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -83,7 +89,7 @@ def packed_attention(
         return out, None
     if starts is None:
         raise _UNTOLD
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (rows(x) for x in (query, key, value))
     out = pack_attention.attend(q, k, v, bounds, starts, longest, scaling, sliding_window or 0)
     return out[None], None
 
@@ -111,7 +117,7 @@ def exchanged_attention(
     if starts is None or context is None:
         raise _UNTOLD
     size, whole = context.size(), tuple(bounds)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (rows(x) for x in (query, key, value))
     times = size // gcd(k.shape[1], size)
     k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
     if v.shape[-1] == k.shape[-1]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from millrace.connectors.trainers import patches
+from millrace.connectors.trainers.fsdp.attention import rows
 from millrace.connectors.trainers.ops import fused
 
 # before the class names of each: x / rms(x) * weight, and down(silu(gate(x)) * up(x))
@@ -46,5 +47,5 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     """Queries and keys [1, heads, T, d] rotated by angles whose cosines and sines [1, T, d] have equal halves."""
     half = cos.shape[-1] // 2
     table = torch.stack([cos[0, :, :half], sin[0, :, :half]])
-    rotated = [fused.rotate(x[0].transpose(0, 1), table).transpose(0, 1)[None] for x in (q, k)]
+    rotated = [fused.rotate(rows(x), table).transpose(0, 1)[None] for x in (q, k)]
     return rotated[0], rotated[1]

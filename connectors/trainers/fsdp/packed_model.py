@@ -52,14 +52,14 @@ class PackedModel(Module):
     def forward(self, pack: Pack, loss: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of a pack's hidden states [T, 1, H], which are those before the output layer."""
         if self.sees:
-            return loss(self._language(pack)[0][:, None])
+            return loss(self._language(pack).transpose(0, 1))
         hidden = self.inner.base_model(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
             use_cache=False,
             **self._of_samples(pack),
         ).last_hidden_state
-        return loss(hidden[0][:, None])
+        return loss(hidden.transpose(0, 1))
 
     def _of_samples(self, pack: Pack) -> dict[str, Any]:
         """Arguments of the functions in `attention` beside their tensors. transformers passes them on."""
