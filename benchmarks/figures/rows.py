@@ -217,7 +217,7 @@ def gpu_rows(kept: KeptResults) -> Iterator[Row]:
     command = "millrace train deployments/recipes/smollm2_one_gpu.yaml run.iterations=30"
     what = "SmolLM2-135M on word problems, held-out accuracy: all weights by Megatron and by FSDP, adapters"
     yield row("smollm2_learning", what, "rising", command, _three_curves)
-    command = "cd examples/geometry && millrace train geometry_vlm_one_gpu.yaml run.iterations=8"
+    command = "millrace train examples/geometry/geometry_vlm_one_gpu.yaml run.iterations=8"
     what = "a tiny model that sees, 2,048 answers to 256 pictures by SGLang: a picture with each, log-prob gap"
     yield row("pictures", what, "gap < its limit", command, _pictures)
     start = "python -m benchmarks.gpu.two_ways"

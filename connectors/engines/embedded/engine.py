@@ -259,7 +259,7 @@ class Engine:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The weights that it serves, by their names in a folder: also those of the tower."""
+        """The weights that it serves and its tower's, by their names in a folder."""
         return {**self.decoder.weights.tensors, **(self.tower.tensors if self.tower else {})}
 
     def check_tensors(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -272,7 +272,7 @@ class Engine:
                 raise ModelError(f"{name} has shape {list(shape)}, the model has {list(held[name].shape)}")
 
     def replace_tensors(self, tensors: Mapping[str, Tensor], version: str | None) -> None:
-        """Serve these in place of those of the same names. Raises ModelError as `check_tensors` does."""
+        """Serve these in place of what has their names. Raises ModelError as `check_tensors` does."""
         self.check_tensors({name: tensor.shape for name, tensor in tensors.items()})
         held = self.decoder.weights.tensors
         own = {name: tensor.to(held[name].dtype) for name, tensor in tensors.items() if name in held}

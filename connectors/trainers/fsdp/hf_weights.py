@@ -81,7 +81,7 @@ def tower_tensors(model: PackedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def sections(model: PackedModel, dtype: torch.dtype, shape: Architecture | None) -> list[TensorGroup]:
-    """One section: every rank gathers every tensor. Also those of the tower: an engine that gave its memory away has lost them."""
+    """One section: every rank gathers every tensor, and has the tower's: an engine that gave its memory away has lost both."""
 
     def units() -> Iterator[Unit]:
         for tensors in chain(hf_tensors(model, dtype, shape), [tower_tensors(model, dtype)]):
