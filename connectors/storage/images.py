@@ -36,6 +36,7 @@ MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # of a JPEG's next segment
 DATA = re.compile(r"data:([^,;]*)(;[^,]*)?,", re.IGNORECASE)
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 FOLDER = "images"
+ENTRIES = 1 << 16  # of kept pictures that are remembered
 
 
 class ImageError(ValueError):
@@ -102,6 +103,7 @@ class StoredImages:
     def __init__(self, store: Store) -> None:
         """store: of the run's folder."""
         self._store = store
+        self._entries: dict[str, FileEntry] = {}  # of what this process has kept, by name
 
     @staticmethod
     def path(name: str) -> str:
@@ -128,11 +130,17 @@ class StoredImages:
         return Picture(name, *image.size, data)
 
     def _kept(self, picture: Picture) -> FileEntry:
+        known = self._entries.get(picture.name)
+        if known is not None:
+            return known
         path = self.path(picture.name)
-        if self._store.exists(path):
-            # of another version of the encoder, the file of the same pixels may differ
-            return self._store.entry(path)
-        return self._store.write(path, picture.png)
+        # of another version of the encoder, the file of the same pixels may differ
+        there = self._store.exists(path)
+        entry = self._store.entry(path) if there else self._store.write(path, picture.png)
+        if len(self._entries) >= ENTRIES:
+            self._entries.clear()
+        self._entries[picture.name] = entry
+        return entry
 
 
 def _bounded(data: bytes) -> bytes:

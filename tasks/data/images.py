@@ -1,8 +1,12 @@
 """The pictures of rows: read, fitted to the model, and put into the prompt's tokens.
 
-Owns which rows are unusable because of their pictures. Knows neither which rows are drawn nor where pictures are kept.
+Owns which rows are unusable because of their pictures, and what is held of pictures that were read: an iteration's unused reserve is
+drawn again in the next one. Knows neither which rows are drawn nor where pictures are kept.
 """
 
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -16,6 +20,8 @@ from millrace.core.contracts.source_path import source_path
 from millrace.core.families.images import ImageRules, ImageSizeError
 
 THREADS = 4  # a picture that is decoded takes up to 100 MiB
+HELD = 256 << 20  # bytes of the files of pictures that are held
+LONGEST = 1000  # letters of a path or URL; of longer ones the hash is held
 WRITTEN = "bad image: the chat template writes {found} places for {wanted} pictures"
 
 
@@ -26,6 +32,34 @@ class Seen(NamedTuple):
     pictures: tuple[Picture, ...]
 
 
+class HeldPictures:
+    """The pictures that were read last, by where they came from; for several threads."""
+
+    def __init__(self, most: int) -> None:
+        """most: bytes of their files."""
+        self._most = most
+        self._size = 0
+        self._held: OrderedDict[tuple[str | None, str], Picture] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str | None, str]) -> Picture | None:
+        """A picture, if it is held."""
+        with self._lock:
+            found = self._held.get(key)
+            if found is not None:
+                self._held.move_to_end(key)
+            return found
+
+    def add(self, key: tuple[str | None, str], picture: Picture) -> None:
+        """Hold a picture, and let go of those that were asked for longest ago."""
+        with self._lock:
+            before = self._held.pop(key, None)
+            self._held[key] = picture
+            self._size += len(picture.png) - (len(before.png) if before else 0)
+            while self._size > self._most:
+                self._size -= len(self._held.popitem(last=False)[1].png)
+
+
 class RowPictures:
     """Reads the pictures of rows, for one model."""
 
@@ -33,6 +67,7 @@ class RowPictures:
         """most: tokens of a picture."""
         self.rules = rules
         self._most = most
+        self._held = HeldPictures(HELD)
 
     def read(self, source: PromptRows, rows: Sequence[PromptRow]) -> list[Seen | Quarantined]:
         """Each row with its pictures, or the reason why one of them cannot be used. Raises StorageError if storage fails."""
@@ -53,12 +88,18 @@ class RowPictures:
         return Seen(row.with_images([picture.name for picture in pictures]), tuple(pictures))
 
     def _picture(self, given: Given, base: str | None) -> Picture:
+        key = _origin(given, base)
+        held = self._held.get(key)
+        if held is not None:
+            return held
         image = decoded(read_given(given, base))
         try:
             size = self.rules.fitted(*image.size, self._most)
         except ImageSizeError as error:
             raise ImageError(f"bad image: {error}") from error
-        return picture_of(image, size)
+        picture = picture_of(image, size)
+        self._held.add(key, picture)
+        return picture
 
     def tokens(self, pictures: Sequence[Picture]) -> list[int]:
         """Tokens that stand for each picture."""
@@ -76,6 +117,14 @@ class RowPictures:
         if rules.film in ids:
             raise ImageError("bad image: the text has the token that stands for a film")
         return rules.expanded(ids, self.tokens(pictures))
+
+
+def _origin(given: Given, base: str | None) -> tuple[str | None, str]:
+    """Where a picture comes from: a short key."""
+    if isinstance(given, str) and len(given) <= LONGEST:
+        return base, given
+    data = given.encode() if isinstance(given, str) else given
+    return None, hashlib.sha256(data).hexdigest()
 
 
 def _folder(source: PromptRows) -> str | None:

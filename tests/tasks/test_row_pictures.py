@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from millrace.connectors.huggingface.tiny_vision import build_tiny_vision, build_tokenizer, mark
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.connectors.storage.images import ImageError, Picture
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Data, Source
 from millrace.core.config.evaluation import EvalSet
@@ -22,7 +24,8 @@ from millrace.core.families.images import image_rules
 from millrace.flows.preflight.check_data import check_rows
 from millrace.flows.preflight.check_model import ReadModel
 from millrace.flows.preflight.first_rows import CheckedRows
-from millrace.tasks.data.images import RowPictures
+from millrace.tasks.data import images
+from millrace.tasks.data.images import HeldPictures, RowPictures
 from millrace.tasks.data.prompt_dataset import load_prompts
 from millrace.tasks.data.rows import DrawnRows, UsablePrompt
 from tests.support.noise import as_file, noise
@@ -150,3 +153,42 @@ def test_a_check_counts_each_row_with_its_own_pictures(
     assert not [*check_rows(config, rows, ReadModel(tokenizer=tokenizer, here=config))]
     assert [row.row for row in rows.usable] == [1]
     assert rows.pictured == [0]
+
+
+def test_a_picture_that_is_asked_for_again_is_not_read_again(
+    tmp_path: Path, pictures: RowPictures, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an unused reserve are drawn again, and their files may be far away."""
+    reads: list[Any] = []
+    read_given = images.read_given
+    monkeypatch.setattr(
+        images, "read_given", lambda given, base: reads.append(given) or read_given(given, base)
+    )
+    own = RowPictures(pictures.rules, 6)
+    url = "data:image/png;base64," + base64.b64encode(as_file(noise(SIDE, SIDE, 7))).decode()
+    file = as_file(noise(2 * SIDE, SIDE, 8))
+    (tmp_path / "a.png").write_bytes(file)
+    given = ["a.png", url, file]
+    first = [own._picture(each, str(tmp_path)) for each in given]
+    assert reads == given
+    assert [own._picture(each, str(tmp_path)) for each in given] == first
+    assert reads == given
+    with pytest.raises(ImageError, match="missing image"):
+        own._picture("a.png", str(tmp_path / "elsewhere"))
+
+
+def test_held_pictures_have_a_limit_and_the_newest_stay() -> None:
+    held = HeldPictures(100)
+    made = [Picture(str(number), 1, 1, bytes(40)) for number in range(3)]
+    for number, each in enumerate(made):
+        held.add((None, str(number)), each)
+        held.get((None, "0"))
+    assert held.get((None, "0")) == made[0]
+    assert held.get((None, "1")) is None
+    assert held.get((None, "2")) == made[2]
+    held.add((None, "large"), Picture("large", 1, 1, bytes(101)))
+    assert held.get((None, "large")) is None
+    held.add((None, "0"), made[0])
+    held.add((None, "0"), made[0])
+    held.add((None, "1"), made[1])
+    assert held.get((None, "0")) == made[0]
