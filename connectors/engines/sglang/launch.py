@@ -36,6 +36,7 @@ ROUTER_MISSING = (
 )
 FOREVER_S = 10 * 365 * 24 * 3600  # no time limit: millrace checks progress instead
 IN_SERVER = "millrace_in_sglang"
+EXTERNAL_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 # classes of models that SGLang does not serve right through updates of weights unless its process loads GLM, a part of IN_SERVER
 GLM = f"{IN_SERVER}.glm"
 CORRECTED = frozenset({"Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"})
@@ -174,11 +175,15 @@ def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_
 
 
 def with_corrections(environment: Mapping[str, str], package: str) -> dict[str, str]:
-    """The environment of a server that also loads a package of `in_server`, by SGLang's own setting for packages with models."""
+    """The environment of a server that also loads a package of `in_server`, by SGLang's own setting for packages with models.
+
+    A package with models that the user named there is loaded too.
+    """
     folders = [environment.get("PYTHONPATH", ""), str(Path(__file__).parent / "in_server")]
     corrections = {
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": package,
+        EXTERNAL_MODELS: package,
+        "MILLRACE_EXTERNAL_MODEL_PACKAGE": environment.get(EXTERNAL_MODELS, ""),
     }
     return {**environment, **corrections}
 

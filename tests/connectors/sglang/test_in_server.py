@@ -52,6 +52,18 @@ class _TorchMemorySaverAdapterReal:
     def pause(self, tag):
         print(tag)
 """
+# as SGLang has it: the environment is read once the registry is there
+REGISTRY = """
+import importlib, os
+
+class _Registry:
+    def register(self, package, overwrite=False):
+        importlib.import_module(package)
+        print(package, overwrite)
+
+ModelRegistry = _Registry()
+ModelRegistry.register(os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"], overwrite=True)
+"""
 # as a GPU that still works would show it: what is waited for comes first
 PAUSES = """
 import importlib, os, torch
@@ -72,6 +84,7 @@ def site(tmp_path: Path) -> Path:
         (folder / "__init__.py").touch()
     for module, name in (("glm4_moe", "Glm4MoeGate"), ("glm4_moe_lite", "Glm4MoeLiteGate")):
         (models / f"{module}.py").write_text(GATE.format(name=name))
+    (models / "registry.py").write_text(REGISTRY)
     utils = models.parent / "utils"
     utils.mkdir()
     (utils / "__init__.py").touch()
@@ -125,6 +138,27 @@ def test_an_engine_that_sleeps_ends_its_work_before_its_memory_goes(
     trainer = {**GOOD.get("trainer", {}), "device": "cuda"}
     said, _ = said_by(PAUSES, family, site, tmp_path, placement=shared, trainer=trainer)
     assert said == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "own"), [("qwen3", "millrace_in_sglang"), ("glm4_moe", "millrace_in_sglang.glm")]
+)
+def test_a_package_with_models_that_the_user_names_is_loaded_too(
+    family: str, own: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(site))
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "my_models")
+    (site / "my_models.py").touch()
+    trainer = {**GOOD.get("trainer", {}), "device": "cuda"}
+    said, _ = said_by(
+        "import sglang.srt.models.registry",
+        family,
+        site,
+        tmp_path,
+        placement={"colocate": True},
+        trainer=trainer,
+    )
+    assert said == ["my_models", "True", own, "True"]
 
 
 def test_corrected_classes_are_those_of_families_here() -> None:

@@ -6,6 +6,8 @@ come after that, and ends the engine: "an illegal memory access was encountered"
 
 from __future__ import annotations
 
+import os
+
 import torch
 from sglang.srt.utils import torch_memory_saver_adapter
 
@@ -20,3 +22,9 @@ def _pause(adapter: object, tag: str) -> None:
 
 
 _Adapter.pause = _pause
+
+# SGLang loads one package with models: the user's own is loaded from here
+if _own := os.environ.get("MILLRACE_EXTERNAL_MODEL_PACKAGE"):
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.register(_own, overwrite=True)
