@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 class HeldPictures:
-    """The pictures that were read last, by where they came from; for several threads."""
+    """The pictures that were read last, by their origin; for several threads."""
 
     def __init__(self, most: int) -> None:
         """most: bytes of their files."""
@@ -51,7 +51,7 @@ class HeldPictures:
             return found
 
     def add(self, key: tuple[str | None, str], picture: Picture) -> None:
-        """Hold a picture, and let go of those that were asked for longest ago."""
+        """Hold a picture, and let go of what was asked for longest ago."""
         with self._lock:
             before = self._held.pop(key, None)
             self._held[key] = picture
@@ -120,7 +120,7 @@ class RowPictures:
 
 
 def _origin(given: Given, base: str | None) -> tuple[str | None, str]:
-    """Where a picture comes from: a short key."""
+    """A picture's origin: a short key."""
     if isinstance(given, str) and len(given) <= LONGEST:
         return base, given
     data = given.encode() if isinstance(given, str) else given

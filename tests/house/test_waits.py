@@ -192,6 +192,7 @@ ROWS = {
     "tasks/checkpoint.py": {
         "asyncio.sleep": "the rank ends a writer that writes nothing: it has failed then"
     },
+    "tasks/data/images.py": {"with self._lock": HELD},
     "tasks/data/rows.py": {"with self._lock": HELD},
     "tasks/filter.py": {"await loading": "CREDIT_TIMEOUT_S of the call"},
     "tasks/kill_points.py": {"asyncio.sleep": TEST_ONLY},
