@@ -218,7 +218,9 @@ def gpu_rows(kept: KeptResults) -> Iterator[Row]:
     what = "SmolLM2-135M on word problems, held-out accuracy: all weights by Megatron and by FSDP, adapters"
     yield row("smollm2_learning", what, "rising", command, _three_curves)
     command = "millrace train examples/geometry/geometry_vlm_one_gpu.yaml run.iterations=8"
-    what = "a tiny model that sees, 2,048 answers to 256 pictures by SGLang: a picture with each, log-prob gap"
+    what = (
+        "a tiny model that sees, 2,048 answers to 256 pictures by SGLang: a picture with each, log-prob gap"
+    )
     yield row("pictures", what, "gap < its limit", command, _pictures)
     start = "python -m benchmarks.gpu.two_ways"
     for what, key, options in (
