@@ -69,11 +69,13 @@ class Tower:
         return {self._prefix + name: tensor for name, tensor in self._model.state_dict().items()}
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take these weights, of names and shapes that it has."""
+        """Take these weights, of names and shapes that it has. Features stay if none differs, as in a sync."""
         held = self.tensors
-        for name, tensor in tensors.items():
-            held[name].copy_(tensor)
-        self._kept.clear()
+        changed = [name for name, tensor in tensors.items() if not held[name].equal(tensor.to(self._dtype))]
+        for name in changed:
+            held[name].copy_(tensors[name])
+        if changed:
+            self._kept.clear()
 
     def expanded(self, ids: Sequence[int], image_data: Any) -> tuple[list[int], SeenImages]:
         """A prompt with as many tokens for each picture as it has, of ids with one for each; and the pictures. Raises RequestError."""

@@ -35,10 +35,10 @@ ROUTER_MISSING = (
     "pip install 'millrace[router]', or leave it out: millrace's dispatcher needs nothing",
 )
 FOREVER_S = 10 * 365 * 24 * 3600  # no time limit: millrace checks progress instead
-IN_SERVER = "millrace_in_sglang"
 EXTERNAL_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
-# classes of models that SGLang does not serve right through updates of weights unless its process loads GLM, a part of IN_SERVER
-GLM = f"{IN_SERVER}.glm"
+SLEEP = "millrace_sleep_in_sglang"  # what the process of an engine that sleeps loads
+IN_SERVER = "millrace_in_sglang"  # this and more
+# classes of models that SGLang does not serve right through updates of weights unless its process loads IN_SERVER
 CORRECTED = frozenset({"Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"})
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
@@ -52,9 +52,9 @@ def launch_sglang(start: EngineStart) -> Launch:
     patience = start.config.rollout.progress_timeout_s
     environment = sglang_environment(os.environ, start.address, patience)
     if not CORRECTED.isdisjoint(_model_classes(start.model)):
-        environment = with_corrections(environment, GLM)
-    elif start.config.engines_sleep:
         environment = with_corrections(environment, IN_SERVER)
+    elif start.config.engines_sleep:
+        environment = with_corrections(environment, SLEEP)
     kernels = kernel_cache(start.config, f"engine {start.index}", own_folders())
     if kernels:
         environment |= kernels.environment

@@ -182,6 +182,11 @@ def test_weights_that_are_sent_are_also_those_of_the_tower(tmp_path: Path, engin
         assert blind.prompt_logprobs != before.prompt_logprobs
         served.replace_tensors(stored, "2")
         assert asked(served, ids, images).prompt_logprobs == before.prompt_logprobs
+        seen = dict(served.tower._kept)
+        assert seen
+        served.replace_tensors(stored, "2")
+        served.update_from_disk(str(engine.folder), "2")
+        assert dict(served.tower._kept) == seen
         served.replace_tensors({name: torch.zeros_like(each) for name, each in stored.items()}, "3")
         served.update_from_disk(str(engine.folder), "4")
         assert asked(served, ids, images).prompt_logprobs == before.prompt_logprobs

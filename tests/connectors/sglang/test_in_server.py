@@ -141,7 +141,7 @@ def test_an_engine_that_sleeps_ends_its_work_before_its_memory_goes(
 
 
 @pytest.mark.parametrize(
-    ("family", "own"), [("qwen3", "millrace_in_sglang"), ("glm4_moe", "millrace_in_sglang.glm")]
+    ("family", "own"), [("qwen3", "millrace_sleep_in_sglang"), ("glm4_moe", "millrace_in_sglang")]
 )
 def test_a_package_with_models_that_the_user_names_is_loaded_too(
     family: str, own: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

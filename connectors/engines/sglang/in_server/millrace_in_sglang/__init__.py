@@ -1,30 +1,24 @@
-"""Makes an engine finish its work on the GPU before it gives memory away. SGLang's process loads it.
+"""Makes the routers of GLM's mixtures of experts follow updates of their weights. SGLang's process loads it.
 
-SGLang 0.5.17 starts copies of the model's buffers and takes their memory away at once. On a GPU that another process uses too, a copy may
-come after that, and ends the engine: "an illegal memory access was encountered". Imports nothing of millrace.
+SGLang 0.5.17 computes their logits from a copy of the weight in float32, which the first request makes. After an update of the
+weights it would go on with that copy, and a checksum of the weights would not show it. Imports nothing of millrace.
 """
 
 from __future__ import annotations
 
-import os
-
+# SGLang loads one package with corrections, and a mixture may sleep too
+import millrace_sleep_in_sglang  # type: ignore[import-not-found]  # noqa: F401
 import torch
-from sglang.srt.utils import torch_memory_saver_adapter
-
-_Adapter = torch_memory_saver_adapter._TorchMemorySaverAdapterReal
-_pause_at_once = _Adapter.pause
+from sglang.srt.models.glm4_moe import Glm4MoeGate
+from sglang.srt.models.glm4_moe_lite import Glm4MoeLiteGate
 
 
-def _pause(adapter: object, tag: str) -> None:
-    """Take the memory of a tag away once nothing uses it any more."""
-    torch.get_device_module().synchronize()
-    _pause_at_once(adapter, tag)
+def _logits(gate: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Logits [T, experts] in float32 from hidden states [T, H], of the weight as it is now."""
+    weight = gate.weight
+    assert isinstance(weight, torch.Tensor)
+    return torch.nn.functional.linear(hidden_states.float(), weight.float())
 
 
-_Adapter.pause = _pause
-
-# SGLang loads one package with models: the user's own is loaded from here
-if _own := os.environ.get("MILLRACE_EXTERNAL_MODEL_PACKAGE"):
-    from sglang.srt.models.registry import ModelRegistry
-
-    ModelRegistry.register(_own, overwrite=True)
+for _gate in (Glm4MoeGate, Glm4MoeLiteGate):
+    _gate.forward = _logits
