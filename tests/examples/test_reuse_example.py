@@ -27,4 +27,4 @@ def test_only_undecided_groups_are_trained_once_more(workplace: Workplace) -> No
     assert len(again) == 2
     assert all(0.2 <= rewards(first)[group] <= 0.7 for group in again)
     assert len(rewards(second)) == 8
-    workplace.call("verify", "undecided", "--root", str(workplace.folder / "runs"))
+    workplace.call("verify", "undecided", "--root", str(first.parents[2]))
